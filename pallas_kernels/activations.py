@@ -1,0 +1,44 @@
+"""Dynamic quantization of activations: the low-precision half of W4A8 and W4A4.
+
+Every scale is taken from the values it scales (QSpec section 4.1, after Atom): one per token and
+group of inputs, or one per token where the weight has one scale per channel. Rounding is to
+nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+Activation = Literal["a16", "a8", "a4"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+LEVELS = {"a8": 127, "a4": 7}  # largest magnitude of the symmetric integer grid
+
+
+def check_activation(activation: str) -> None:
+    """Raises ValueError unless `activation` is "a16", "a8" or "a4"."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+def quantize_activations(
+    x: jax.Array, activation: str, group_size: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """x ≈ q · scale, symmetric.
+
+    Args:
+      x: f32[M, K], K a multiple of `group_size`.
+      activation: "a8" (q in -127 … 127) or "a4" (q in -7 … 7).
+      group_size: inputs per scale, None for one scale per token.
+
+    Returns:
+      q: int8[M, K], and scales: f32[M, groups]. A group of zeros has scale zero.
+    """
+    m, k = x.shape
+    groups = x.reshape(m, -1, group_size or k)
+    scales = jnp.max(jnp.abs(groups), axis=-1) / LEVELS[activation]
+    divisor = jnp.where(scales == 0, 1, scales)[:, :, None]
+    q = jnp.round(groups / divisor).astype(jnp.int8)
+    return q.reshape(m, k), scales

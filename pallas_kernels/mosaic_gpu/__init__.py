@@ -1,0 +1,1 @@
+from pallas_kernels.reference import matmul as matmul

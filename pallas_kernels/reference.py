@@ -1,0 +1,83 @@
+"""The meaning of `matmul`, in plain jnp: what every kernel is tested against.
+
+    a16      y[m, n] = Σ_k x[m, k] · w[n, k]                      in float32
+    a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · qw[n, k]
+                                                the inner sum exactly, the outer in float32
+
+It is batch-invariant by construction: every product runs on tiles of ROW_TILE rows, so XLA
+compiles one shape, and with it one order of summation, however many rows there are. (Given M rows,
+XLA:CPU would choose another algorithm for M = 1 than for M = 2.) Integer sums need no such care:
+products of small integers are exact in float32 up to 2^24, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.activations import quantize_activations
+from pallas_kernels.formats import PLANE, Int4Weight, Weight, dequantize, unpack
+
+ROW_TILE = 8
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
+_CONTRACT_LAST_PER_CHUNK = (((2,), (2,)), ((1,), (1,)))
+
+
+def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
+    """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N]. See the module's equations."""
+    x = x.astype(jnp.float32)
+    if activation == "a16":
+        values = dequantize(weight)
+        return map_row_tiles(
+            lambda tile: lax.dot_general(tile, values, _CONTRACT_LAST, precision="highest"), x
+        )
+    assert isinstance(weight, Int4Weight)
+    integers = unpack(weight.packed).astype(jnp.float32)
+    return map_row_tiles(lambda tile: _integer_matmul(tile, integers, weight, activation), x)
+
+
+def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Applies `function` to tiles of exactly ROW_TILE rows. x: [M, ...] -> [M, ...].
+
+    The rows are padded with zeros. On the CPU the tiles run one after another, so that every call
+    has the same shape; elsewhere they run side by side.
+    """
+    m = x.shape[0]
+    tiles = -(-m // ROW_TILE)
+    x = jnp.pad(x, ((0, tiles * ROW_TILE - m), *((0, 0) for _ in x.shape[1:])))
+    x = x.reshape(tiles, ROW_TILE, *x.shape[1:])
+    y = over_tiles(function, x)
+    return y.reshape(tiles * ROW_TILE, *y.shape[2:])[:m]
+
+
+def over_tiles(function: Callable, tiles: object) -> jax.Array:
+    """`function` over the leading axis: a loop on the CPU, one batched call elsewhere."""
+    return lax.platform_dependent(
+        tiles, cpu=lambda xs: lax.map(function, xs), default=jax.vmap(function)
+    )
+
+
+def _integer_matmul(
+    x: jax.Array, integers: jax.Array, weight: Int4Weight, activation: str
+) -> jax.Array:
+    """x: f32[M, K], integers: f32[N, padded K] (the weight's) -> f32[M, N]."""
+    m, (n, padded) = x.shape[0], integers.shape
+    x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1])))
+    q, x_scales = quantize_activations(x, activation, weight.group_size)
+    chunk = min(weight.group_size or PLANE, PLANE)
+    products = lax.dot_general(
+        q.astype(jnp.float32).reshape(m, -1, chunk),
+        integers.reshape(n, -1, chunk),
+        _CONTRACT_LAST_PER_CHUNK,
+        precision="highest",
+    )  # f32[chunks, M, N], integers of at most 127 · 8 · 128 < 2^24
+    if weight.group_size is None:
+        products = jnp.sum(products.astype(jnp.int32), axis=0, keepdims=True)
+    scales = weight.scales.astype(jnp.float32)
+    y = jnp.zeros((m, n), jnp.float32)
+    for group in range(products.shape[0]):  # unrolled: the order of the sum is part of the meaning
+        y += products[group].astype(jnp.float32) * (x_scales[:, group, None] * scales[:, group])
+    return y

@@ -1,0 +1,198 @@
+"""The command line: each command is a thin shell over a function that the library exports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import specjax
+from specjax.text import Round, TextStream, stream
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, or 1 after one sentence on what is wrong."""
+    options = _parser().parse_args(arguments)
+    _enable_compilation_cache()
+    try:
+        options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"specjax: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specjax", description=specjax.__doc__)
+    parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="continue a text, drafting and verifying"))
+    _add_convert(
+        commands.add_parser("convert", help="Hugging Face directory -> specjax checkpoint")
+    )
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("text", help="the text to continue")
+    add("--model", default="tiny", help='"tiny", a specjax checkpoint, or a Hugging Face directory')
+    add("--max-new-tokens", type=int, default=128)
+    add("--drafter", choices=("qspec", "autoregressive"), default="qspec")
+    add("--draft-length", type=int, default=3, help="tokens per draft")
+    add("--activation", choices=("a8", "a4"), default="a8", help="the draft's activations")
+    add("--quantize", choices=("rtn",), help="quantize a 16-bit model after loading it")
+    add("--group-size", type=_group_size, default=128, help='32, 64, 128 or "none"')
+    add("--temperature", type=float, help="sample at this temperature; greedy if left out")
+    add("--top-k", type=int, help="sample from the k most probable tokens")
+    add("--top-p", type=float, help="sample from the most probable tokens that reach p together")
+    add("--seed", type=int, default=0, help="seed of the sampling")
+    add("--trace", action="store_true", help="show where each token came from")
+    parser.set_defaults(run=_generate)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, help="Hugging Face directory")
+    add("out", type=Path, help="where the checkpoint goes")
+    add("--quantization", choices=("rtn",), help="quantize the linear layers to 4 bits")
+    add("--group-size", type=_group_size, default=128, help='32, 64, 128 or "none"')
+    add("--lm-head", action="store_true", help="quantize the output head too")
+    parser.set_defaults(run=_convert)
+
+
+def _group_size(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
+def _enable_compilation_cache() -> None:
+    """Programs compiled once are found again by the next command."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(base) / "specjax" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    specjax.convert(
+        options.source,
+        options.out,
+        quantization=options.quantization,
+        group_size=options.group_size,
+        lm_head=options.lm_head,
+    )
+
+
+def _generate(options: argparse.Namespace) -> None:
+    params = specjax.load(options.model)
+    tokenizer = specjax.load_tokenizer(options.model)
+    if options.quantize:
+        params = specjax.quantize(params, options.quantize, group_size=options.group_size)
+    prompt = tokenizer.encode(options.text)
+    sampling = _sampling(options)
+    rounds = stream(
+        params,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        drafter=_drafter(options),
+        sampling=sampling,
+        key=jax.random.key(options.seed) if sampling else None,
+    )
+    show = _Trace(tokenizer) if options.trace else _Plain(tokenizer, prompt)
+    seen: list[Round] = []
+    print(options.text, end="", flush=True)
+    first = begun = time.perf_counter()
+    for each in rounds:
+        if not seen:
+            first = time.perf_counter()  # the first round waits for the compiler
+        seen.append(each)
+        show(each, params.config.stop_tokens)
+    seconds = time.perf_counter() - first
+    print(f"\n\n{_summary(seen, seconds, first - begun)}")
+    if options.trace:
+        print(_Trace.legend())
+
+
+def _drafter(options: argparse.Namespace) -> specjax.Drafter:
+    if options.drafter == "autoregressive":
+        return specjax.Autoregressive()
+    return specjax.QSpec(draft_length=options.draft_length, activation=options.activation)
+
+
+def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:
+    if options.temperature is None and options.top_k is None and options.top_p is None:
+        return None
+    temperature = 1.0 if options.temperature is None else options.temperature
+    return specjax.Sampling(temperature=temperature, top_k=options.top_k, top_p=options.top_p)
+
+
+def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
+    """Speed without the first round, whose time went to compilation; and the acceptance."""
+    tokens = sum(len(each.tokens) for each in rounds)
+    accepted = sum(len(each.accepted) for each in rounds)
+    drafted = accepted + sum(len(each.rejected) for each in rounds)
+    timed = tokens - len(rounds[0].tokens)
+    parts = [f"{tokens} tokens in {len(rounds)} rounds ({tokens / len(rounds):.2f} per round)"]
+    if drafted:
+        parts.append(f"{accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})")
+    if timed:
+        parts.append(f"{timed / seconds:.1f} tokens/s")
+    return ", ".join(parts) + f" after {waited:.1f} s of preparation"
+
+
+class _Plain:
+    """Prints the text as it comes."""
+
+    def __init__(self, tokenizer: specjax.text.Tokenizer, prompt: Sequence[int]) -> None:
+        self._text = TextStream(tokenizer, prompt)
+
+    def __call__(self, each: Round, stop_tokens: Sequence[int]) -> None:
+        tokens = [token for token in each.tokens if token not in stop_tokens]
+        print(self._text.push(tokens), end="", flush=True)
+
+
+class _Trace:
+    """Prints every token, coloured by where it came from (QSpec, figure 3)."""
+
+    STYLES = {  # name -> colour, and what stands around it where there are no colours
+        "accepted": ("\033[32m", "", ""),
+        "rejected": ("\033[9;31m", "[-", "-]"),
+        "given": ("\033[34m", "{+", "+}"),
+    }
+
+    def __init__(self, tokenizer: specjax.text.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, each: Round, stop_tokens: Sequence[int]) -> None:
+        for name in ("accepted", "rejected", "given"):
+            for token in getattr(each, name):
+                print(self._styled(name, self._tokenizer.decode([token])), end="", flush=True)
+
+    @classmethod
+    def legend(cls) -> str:
+        """What the styles mean."""
+        return ", ".join(
+            (
+                cls._styled("accepted", "drafted and accepted"),
+                cls._styled("rejected", "drafted and rejected"),
+                cls._styled("given", "given by the verifier"),
+            )
+        )
+
+    @classmethod
+    def _styled(cls, name: str, text: str) -> str:
+        colour, left, right = cls.STYLES[name]
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            return f"{colour}{text}\033[0m"
+        return f"{left}{text}{right}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

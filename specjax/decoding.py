@@ -1,0 +1,279 @@
+"""The loop: draft, verify, accept, commit.
+
+`decode` compiles it once, as a `lax.while_loop` over a batch whose rows advance at different
+speeds. `start` and `step` are the same loop taken apart, for streaming and for tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.acceptance import greedy_match, rejection_sample
+from specjax.drafting import Drafter, QSpec
+from specjax.kv_cache import KVCache
+from specjax.params import Params
+from specjax.prompts import Prompt, check_limits, check_stop_tokens, normalize_prompt
+from specjax.sampling import Sampling, probabilities
+from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.transformer import forward
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    """What `decode` returns.
+
+    tokens: int32[B, T + max_new_tokens], the prompt included, padded with config.pad_id.
+    lengths: int32[B], valid tokens per row, the prompt included.
+    stats: counts per row.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    stats: Stats
+
+
+def decode(
+    params: Params,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    cache_capacity: int | None = None,
+) -> DecodeResult:
+    """Generates text speculatively; the output is that of plain decoding with 16-bit activations.
+
+    Greedy output is bit-identical to `Autoregressive()`'s on CPU. Sampled output has the same
+    distribution. A pure function: it composes with jit (max_new_tokens, stop_tokens and
+    cache_capacity static), vmap over keys, and sharding.
+
+    Args:
+      params: the model.
+      prompt: int32[B, T], right-padded, with `prompt_lengths`; int32[T], a batch of one; or,
+        outside jit, a list of token ids or a list of such lists.
+      max_new_tokens: most tokens to generate per row, at least 1.
+      prompt_lengths: int32[B], tokens per prompt; None: all T.
+      drafter: how tokens are proposed; default QSpec().
+      sampling: how tokens are drawn; None: greedily.
+      key: a random key, or one per row ([B]); goes with `sampling`.
+      stop_tokens: tokens that end a row (kept in the output); None: the model's own; () for none.
+      cache_capacity: KV slots per row; None: as many as needed.
+
+    Returns:
+      A `DecodeResult`.
+
+    Raises:
+      ValueError: an argument is out of its range; the message says which and what is accepted.
+    """
+    arguments = _arguments(
+        params, prompt, max_new_tokens, prompt_lengths, drafter, sampling, key, stop_tokens,
+        cache_capacity,
+    )  # fmt: skip
+    return _decode(params, **arguments)
+
+
+def start(
+    params: Params,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    cache_capacity: int | None = None,
+) -> DecodeState:
+    """The state before the first round: arguments checked, prompt in the cache. See `decode`."""
+    arguments = _arguments(
+        params, prompt, max_new_tokens, prompt_lengths, drafter, sampling, key, stop_tokens,
+        cache_capacity,
+    )  # fmt: skip
+    return _start(params, **arguments)
+
+
+@partial(jax.jit, donate_argnames="state")
+def step(params: Params, state: DecodeState, drafter: Drafter) -> tuple[DecodeState, Verified]:
+    """One round for every row: draft, verify, accept, commit. The given state is used up."""
+    proposal, state = drafter.propose(params, state)
+    accepted, emitted, cache = verify(params, state, proposal)
+    count, stopped = _count(state, accepted, emitted)
+    verified = Verified(proposal.tokens, accepted, emitted, count)
+    lengths = state.lengths + count
+    slots = state.lengths[:, None] + jnp.arange(emitted.shape[1])
+    slots = jnp.where(slots < lengths[:, None], slots, state.tokens.shape[1])  # drop the rest
+    rows = jnp.arange(emitted.shape[0])[:, None]
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, slots].set(emitted, mode="drop"),
+        lengths=lengths,
+        finished=state.finished | stopped | (lengths >= state.limits),
+        cache=cache.with_lengths(lengths - 1),
+        draft=drafter.observe(state.draft, verified),
+        stats=_count_round(state, verified),
+    )
+    return state, verified
+
+
+def verify(
+    params: Params, state: DecodeState, proposal: Proposal
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Scores a proposal in one precise pass, which overwrites the draft's cache entries.
+
+    Returns accepted: int32[B], emitted: int32[B, N + 1] (see `specjax.acceptance`), and the cache
+    with precise entries for the last token and every draft.
+    """
+    tokens = jnp.concatenate((state.last_tokens[:, None], proposal.tokens), axis=1)
+    positions = state.cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    logits, cache = forward(params, tokens, positions, state.cache)
+    if state.sampling is None:
+        accepted, emitted = greedy_match(proposal.tokens, logits)
+    else:
+        assert proposal.distributions is not None
+        accepted, emitted = rejection_sample(
+            state.round_keys(purpose=1),
+            proposal.tokens,
+            proposal.distributions,
+            probabilities(logits, state.sampling),
+        )
+    return accepted, emitted, cache
+
+
+def _arguments(
+    params: Params,
+    prompt: Prompt,
+    max_new_tokens: int,
+    prompt_lengths: jax.Array | Sequence[int] | None,
+    drafter: Drafter | None,
+    sampling: Sampling | None,
+    key: jax.Array | None,
+    stop_tokens: Sequence[int] | None,
+    cache_capacity: int | None,
+) -> dict[str, Any]:
+    """Checks what the caller gave and brings it into the compiled functions' form."""
+    config = params.config
+    drafter = QSpec() if drafter is None else drafter
+    tokens, lengths = normalize_prompt(prompt, prompt_lengths, config)
+    capacity = check_limits(
+        config, tokens.shape[1], max_new_tokens, drafter.draft_length, cache_capacity
+    )
+    drafter.validate(params)
+    return {
+        "tokens": tokens,
+        "lengths": lengths,
+        "drafter": drafter,
+        "keys": _row_keys(sampling, key, tokens.shape[0]),
+        "sampling": sampling,
+        "max_new_tokens": max_new_tokens,
+        "capacity": capacity,
+        "stop_tokens": check_stop_tokens(stop_tokens, config),
+    }
+
+
+_STATIC = ("max_new_tokens", "capacity", "stop_tokens")
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def _decode(params: Params, *, drafter: Drafter, **arguments: Any) -> DecodeResult:
+    """The whole of it in one program, so that the cache is never copied."""
+    state = lax.while_loop(
+        lambda state: ~jnp.all(state.finished),
+        lambda state: step(params, state, drafter)[0],
+        _start(params, drafter=drafter, **arguments),
+    )
+    return DecodeResult(state.tokens, state.lengths, state.stats)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def _start(
+    params: Params,
+    *,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    drafter: Drafter,
+    keys: jax.Array | None,
+    sampling: Sampling | None,
+    max_new_tokens: int,
+    capacity: int,
+    stop_tokens: tuple[int, ...],
+) -> DecodeState:
+    """Precise cache entries of every prompt token but the last, which the first round reads."""
+    rows, width = tokens.shape
+    cache = KVCache.create(params.config, rows, capacity)
+    if width > 1:
+        positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
+        _, cache = forward(params, tokens[:, :-1], positions, cache)
+    valid = jnp.arange(width) < lengths[:, None]
+    state = DecodeState(
+        tokens=jnp.pad(
+            jnp.where(valid, tokens, params.config.pad_id),
+            ((0, 0), (0, max_new_tokens)),
+            constant_values=params.config.pad_id,
+        ),
+        lengths=lengths,
+        limits=lengths + max_new_tokens,
+        finished=jnp.zeros(rows, bool),
+        cache=cache.with_lengths(lengths - 1),
+        keys=keys,
+        draft=None,
+        stats=Stats.zeros(rows),
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+    )
+    return dataclasses.replace(state, draft=drafter.init(params, state))
+
+
+def _count(
+    state: DecodeState, accepted: jax.Array, emitted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens each row gains, int32[B], and whether a stop token is among them, bool[B]."""
+    index = jnp.arange(emitted.shape[1])
+    count = jnp.minimum(accepted + 1, state.limits - state.lengths)
+    stops = jnp.isin(emitted, jnp.array(state.stop_tokens, jnp.int32)) & (index < count[:, None])
+    stopped = jnp.any(stops, axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count)
+    return jnp.where(state.finished, 0, count), stopped & ~state.finished
+
+
+def _count_round(state: DecodeState, verified: Verified) -> Stats:
+    """The counts after a round; finished rows do not count."""
+    running = (~state.finished).astype(jnp.int32)
+    drafted = verified.proposed.shape[1]
+    stats = state.stats
+    return Stats(
+        rounds=stats.rounds + running,
+        drafted=stats.drafted + running * drafted,
+        tested=stats.tested + running * jnp.minimum(verified.accepted + 1, drafted),
+        accepted=stats.accepted + running * verified.accepted,
+        generated=stats.generated + verified.count,
+    )
+
+
+def _row_keys(
+    sampling: Sampling | None, key: jax.Array | None, rows: int
+) -> jax.Array | None:
+    """One key per row, or None for greedy decoding."""
+    if sampling is None:
+        if key is not None:
+            raise ValueError("key goes with sampling: pass sampling=specjax.Sampling(...) as well")
+        return None
+    if key is None:
+        raise ValueError("sampling needs key, for example key=jax.random.key(0)")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"key must be made by jax.random.key, got an array of {key.dtype.name}")
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+    if key.shape != (rows,):
+        raise ValueError(f"key must be one key or one per row, shape ({rows},), got {key.shape}")
+    return key

@@ -1,0 +1,74 @@
+"""The KV cache: preallocated, functional, written at each row's own place.
+
+    slots < lengths[b] hold the precise (verify-precision) entries of row b's committed tokens;
+    slots >= lengths[b] are scratch that the next write covers.
+
+That is all the machinery QSpec's overwriting needs (section 3.1): a draft writes past `lengths`,
+the verification writes the same slots again, and commitment is an addition to `lengths`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import BLOCK
+from specjax.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (after RoPE) and values of every layer.
+
+    keys, values: one [B, S, K, E] per layer, S a multiple of the attention's block. float32, or
+        uint16 holding bfloat16 bits: XLA:CPU would convert a whole bfloat16 cache at every
+        update.
+    lengths: int32[B], committed slots per row.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    lengths: jax.Array
+
+    @classmethod
+    def create(cls, config: ModelConfig, rows: int, capacity: int) -> KVCache:
+        """An empty cache for `rows` rows of at least `capacity` slots each."""
+        slots = -(-capacity // BLOCK) * BLOCK
+        shape = (rows, slots, config.num_kv_heads, config.head_dim)
+        dtype = jnp.uint16 if config.dtype == "bfloat16" else jnp.float32
+
+        def layers() -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+        return cls(layers(), layers(), jnp.zeros(rows, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.keys[0].shape[1]
+
+    def write(self, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
+        """Puts T new entries per row at its slots lengths … lengths + T - 1; `lengths` stays.
+
+        keys, values: bf16 or f32[B, T, K, E]. Entries past the capacity are dropped.
+        """
+        b, t = keys.shape[:2]
+        rows = jnp.arange(b)[:, None]
+        slots = self.lengths[:, None] + jnp.arange(t)
+
+        def put(caches: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+            if caches[layer].dtype == jnp.uint16:
+                new = jax.lax.bitcast_convert_type(new, jnp.uint16)
+            updated = caches[layer].at[rows, slots].set(new, mode="drop", unique_indices=True)
+            return (*caches[:layer], updated, *caches[layer + 1 :])
+
+        return dataclasses.replace(
+            self, keys=put(self.keys, keys), values=put(self.values, values)
+        )
+
+    def with_lengths(self, lengths: jax.Array) -> KVCache:
+        """The same entries with another count of committed slots: commit, advance or roll back."""
+        return dataclasses.replace(self, lengths=lengths)

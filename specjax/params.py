@@ -1,0 +1,87 @@
+"""`Params`: the weights of a model as one pytree that carries its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from pallas_kernels.formats import Weight
+from specjax.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """y = x · weightᵀ + bias. weight: (N, K); bias: [N] or None."""
+
+    weight: Weight
+    bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One transformer block. Norm scales are [D]; `q_norm`, `k_norm` are [E] (Qwen3) or None."""
+
+    attention_norm: jax.Array
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    mlp_norm: jax.Array
+    gate: Linear
+    up: Linear
+    down: Linear
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # the fields of Layer that are quantized
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A whole model.
+
+    embedding: bf16 or f32[V, D].
+    layers: one `Layer` per block.
+    final_norm: [D].
+    lm_head: (V, D), or None where the embedding serves as the head (tied).
+    config: static.
+    """
+
+    embedding: jax.Array
+    layers: tuple[Layer, ...]
+    final_norm: jax.Array
+    lm_head: Linear | None
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def head(self) -> Linear:
+        """The output projection, (V, D)."""
+        return Linear(self.embedding) if self.lm_head is None else self.lm_head
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers of all blocks, in order."""
+        for layer in self.layers:
+            for name in LINEARS:
+                yield getattr(layer, name)
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(N, K) of every linear layer of a block."""
+    d, f = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return {
+        "q": (queries, d), "k": (keys, d), "v": (keys, d), "o": (d, queries),
+        "gate": (f, d), "up": (f, d), "down": (d, f),
+    }  # fmt: skip

@@ -1,0 +1,135 @@
+"""The door of decoding: brings prompts into one form and checks what can be checked.
+
+Values inside jit cannot be looked at; there only shapes and dtypes are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import ModelConfig
+
+Prompt = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
+
+
+def normalize_prompt(
+    prompt: Prompt, prompt_lengths: jax.Array | Sequence[int] | None, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """A prompt in any accepted form -> tokens int32[B, T] and lengths int32[B].
+
+    Raises ValueError on an empty prompt, tokens that are no integers or outside the vocabulary,
+    and lengths that do not fit.
+    """
+    if isinstance(prompt, jax.Array | np.ndarray):
+        tokens = prompt
+    else:
+        if prompt_lengths is not None:
+            raise ValueError("prompt_lengths goes with an array; a list of prompts has its own")
+        tokens, prompt_lengths = _pad(prompt, config.pad_id)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"prompt must hold integers (token ids), got dtype {tokens.dtype.name}")
+    if tokens.ndim == 1:
+        tokens = tokens[None]
+    if tokens.ndim != 2:
+        raise ValueError(f"prompt must have shape [T] or [B, T], got {tokens.shape}")
+    rows, width = tokens.shape
+    if rows == 0 or width == 0:
+        raise ValueError(f"prompt is empty (shape {tokens.shape}); it needs at least one token")
+    if prompt_lengths is None:
+        prompt_lengths = np.full(rows, width, np.int32)
+    lengths = jnp.asarray(prompt_lengths)
+    _check_lengths(lengths, rows, width)
+    _check_tokens(tokens, lengths, config.vocab_size)
+    return jnp.asarray(tokens, jnp.int32), lengths.astype(jnp.int32)
+
+
+def check_limits(
+    config: ModelConfig, width: int, max_new_tokens: int, draft_length: int, capacity: int | None
+) -> int:
+    """The KV slots per row that a decode needs, after checking that it may have them.
+
+    A round writes the last token and the drafts before it is known how many are kept; so the last
+    round, which starts at most at width + max_new_tokens - 1 tokens, reaches draft_length further.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise ValueError(f"max_new_tokens must be an integer, got {max_new_tokens!r}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    total = width + max_new_tokens
+    if total > config.max_position_embeddings:
+        raise ValueError(
+            f"prompt of {width} tokens and max_new_tokens={max_new_tokens} make {total}; "
+            f"the model has {config.max_position_embeddings} positions"
+        )
+    needed = total + draft_length - 1
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"cache_capacity={capacity} is too small: a prompt of {width} tokens, "
+            f"max_new_tokens={max_new_tokens} and draft_length={draft_length} need {needed} slots"
+        )
+    return needed if capacity is None else capacity
+
+
+def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end a row: the model's own unless given. Raises ValueError if unknown."""
+    chosen = config.stop_tokens if stop_tokens is None else tuple(int(t) for t in stop_tokens)
+    for token in chosen:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"stop token {token} is outside the vocabulary of {config.vocab_size} entries"
+            )
+    return chosen
+
+
+def _pad(
+    prompt: Sequence[int] | Sequence[Sequence[int]], pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of tokens -> right-padded array and lengths."""
+    if len(prompt) == 0:
+        raise ValueError("prompt is empty; it needs at least one token")
+    rows = [prompt] if np.ndim(prompt[0]) == 0 else prompt
+    arrays = [np.asarray(row) for row in rows]
+    for index, row in enumerate(arrays):
+        if row.size == 0:
+            raise ValueError(f"prompt row {index} is empty; it needs at least one token")
+        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"prompt row {index} must be a list of integers (token ids)")
+    lengths = np.array([row.size for row in arrays], np.int32)
+    padded = np.full((len(arrays), lengths.max()), pad_id, np.int64)
+    for index, row in enumerate(arrays):
+        padded[index, : row.size] = row
+    return padded, lengths
+
+
+def _check_lengths(lengths: jax.Array, rows: int, width: int) -> None:
+    if lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"prompt_lengths must hold one integer per prompt, shape ({rows},), "
+            f"got {lengths.dtype.name}{list(lengths.shape)}"
+        )
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    values = np.asarray(lengths)
+    if values.min() < 1 or values.max() > width:
+        bad = int(np.argmax((values < 1) | (values > width)))
+        raise ValueError(
+            f"prompt_lengths must be in 1 … {width}, got {values[bad]} in row {bad}"
+        )
+
+
+def _check_tokens(tokens: jax.Array | np.ndarray, lengths: jax.Array, vocab_size: int) -> None:
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    values = np.asarray(tokens)
+    valid = np.arange(values.shape[1]) < np.asarray(lengths)[:, None]
+    wrong = valid & ((values < 0) | (values >= vocab_size))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"prompt holds token {values[row, column]} (row {row}, position {column}), outside the "
+            f"vocabulary of {vocab_size} entries"
+        )

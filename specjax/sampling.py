@@ -1,0 +1,63 @@
+"""From logits to the distribution that is sampled: temperature, top-k, top-p."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn; decoding without one is greedy.
+
+    Applied in Hugging Face's order: temperature, then top-k, then top-p.
+
+    temperature: divides the logits; positive.
+    top_k: keep the k most probable tokens; None keeps all.
+    top_p: keep the fewest most probable tokens whose probability reaches top_p; None keeps all.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
+    top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
+    top_p: float | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be positive, got {self.temperature}; "
+                "leave `sampling` out to decode greedily"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p}")
+
+
+def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """The distribution that `sampling` draws from. f32[..., V] -> f32[..., V], each summing to 1."""
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        logits = _keep(logits, jnp.arange(logits.shape[-1]) < sampling.top_k)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        descending = jnp.sort(jax.nn.softmax(logits), axis=-1, descending=True)
+        before = jnp.cumsum(descending, axis=-1) - descending
+        logits = _keep(logits, before < sampling.top_p)
+    return jax.nn.softmax(logits)
+
+
+def _keep(logits: jax.Array, kept_ranks: jax.Array) -> jax.Array:
+    """-inf for the tokens whose rank by falling logit (ties: by token id) is not kept."""
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    ranks = jnp.argsort(order, axis=-1)
+    kept = jnp.take_along_axis(jnp.broadcast_to(kept_ranks, logits.shape), ranks, axis=-1)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def draw(keys: jax.Array, distribution: jax.Array) -> jax.Array:
+    """One token per row, each with its own key. keys: [B], f32[B, V] -> int32[B]."""
+    return jax.vmap(jax.random.categorical)(keys, jnp.log(distribution)).astype(jnp.int32)

@@ -1,0 +1,184 @@
+"""The model: one pure `forward` for every supported family.
+
+Llama 2, 3, 3.1 and 3.2, CodeLlama, Mistral, Qwen2, Qwen2.5 and Qwen3 differ only in what their
+`ModelConfig` says and in which weights are there (biases, query and key norms).
+
+Numerics: matrix products, norms, RoPE, softmax and logits are float32; what flows between them is
+rounded to `config.dtype`. Rounding goes through `round_to`, because XLA may drop a plain
+conversion to bfloat16 and back in one program and keep it in another.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention import attention
+from pallas_kernels.matmul import matmul
+from pallas_kernels.norms import rms_norm
+from specjax.config import ModelConfig, RopeScaling
+from specjax.kv_cache import KVCache
+from specjax.params import Layer, Linear, Params
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: KVCache,
+    mask: jax.Array | None = None,
+    activation: str = "a16",
+    layers: tuple[int, ...] | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """One pass over T new tokens per row.
+
+    The tokens' keys and values are written to the cache's slots lengths … lengths + T - 1, over
+    whatever a draft left there; `cache.lengths` is returned as it came, because what of this is
+    kept is the caller's decision.
+
+    Args:
+      params: weights.
+      tokens: int32[B, T].
+      positions: int32[B, T], for RoPE and sliding windows; of a chain, cache.lengths + 0 … T - 1.
+      cache: the context.
+      mask: bool[B, T, T], mask[b, t, j]: token t sees new token j (itself among them); None: a
+        chain, each token sees the ones before it.
+      activation: activation precision of the quantized layers: "a16", "a8" or "a4".
+      layers: the layers to run, in order; None for all.
+
+    Returns:
+      logits: f32[B, T, V], and the cache with the new entries.
+    """
+    config = params.config
+    rope = rope_angles(config, positions)
+    x = params.embedding[tokens]
+    for index in range(config.num_layers) if layers is None else layers:
+        layer = params.layers[index]
+        mixed, cache = _attention_block(
+            layer, x, index, rope, positions, cache, mask, activation, config
+        )
+        x = _add(x, mixed)
+        x = _add(x, _mlp_block(layer, x, activation, config))
+    x = norm(x, params.final_norm, config, x.dtype)
+    return linear(x, params.head, head_activation(params, activation)), cache
+
+
+def linear(x: jax.Array, layer: Linear, activation: str) -> jax.Array:
+    """x: [..., K] -> f32[..., N]."""
+    y = matmul(x, layer.weight, activation)
+    return y if layer.bias is None else y + layer.bias.astype(jnp.float32)
+
+
+def head_activation(params: Params, activation: str) -> str:
+    """The head's precision: the pass's own if the head is quantized, else 16-bit."""
+    return "a16" if isinstance(params.head.weight, jax.Array) else activation
+
+
+def norm(x: jax.Array, scale: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
+    """Root-mean-square norm over the last axis, rounded to `dtype`."""
+    return round_to(rms_norm(x, scale, config.rms_norm_eps), dtype)
+
+
+def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """f32 -> `dtype` by a rounding that no compiler pass removes."""
+    if dtype == jnp.bfloat16:
+        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The residual stream: x in its own dtype plus y: f32."""
+    return round_to(x.astype(jnp.float32) + y, x.dtype)
+
+
+def _attention_block(
+    layer: Layer,
+    x: jax.Array,
+    index: int,
+    rope: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: KVCache,
+    mask: jax.Array | None,
+    activation: str,
+    config: ModelConfig,
+) -> tuple[jax.Array, KVCache]:
+    """x: [B, T, D] -> f32[B, T, D], and the cache with this layer's new entries."""
+    b, t, _ = x.shape
+    normed = norm(x, layer.attention_norm, config, x.dtype)
+
+    def heads(projection: Linear) -> jax.Array:
+        return linear(normed, projection, activation).reshape(b, t, -1, config.head_dim)
+
+    q, k, v = heads(layer.q), heads(layer.k), heads(layer.v)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = norm(q, layer.q_norm, config, jnp.float32)
+        k = norm(k, layer.k_norm, config, jnp.float32)
+    q = round_to(rotate(q, *rope), x.dtype)
+    k = round_to(rotate(k, *rope), x.dtype)
+    cache = cache.write(index, k, round_to(v, x.dtype))
+    mixed = attention(
+        q, cache.keys[index], cache.values[index], cache.lengths, positions, mask,
+        window=config.window(index), head_scale=config.head_dim**-0.5,
+    )  # fmt: skip
+    mixed = round_to(mixed.reshape(b, t, -1), x.dtype)
+    return linear(mixed, layer.o, activation), cache
+
+
+def _mlp_block(layer: Layer, x: jax.Array, activation: str, config: ModelConfig) -> jax.Array:
+    """SwiGLU. x: [B, T, D] -> f32[B, T, D]."""
+    normed = norm(x, layer.mlp_norm, config, x.dtype)
+    gate = jax.nn.silu(linear(normed, layer.gate, activation))
+    hidden = round_to(gate * linear(normed, layer.up, activation), x.dtype)
+    return linear(hidden, layer.down, activation)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding, the halves of a head paired. x: [B, T, H, E], cos, sin: f32[B, T, E/2]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+
+def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of every position's angles: f32[B, T, E/2] each."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(config))
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_scale
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians per position of every pair of a head's dimensions: f32[E/2]."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies.astype(np.float32)
+    kept = _unscaled_share(config, scaling, frequencies)
+    return (frequencies * (kept + (1 - kept) / scaling.factor)).astype(np.float32)
+
+
+def _unscaled_share(
+    config: ModelConfig, scaling: RopeScaling, frequencies: np.ndarray
+) -> np.ndarray:
+    """How much of each frequency is left as it is (1) rather than divided by the factor (0)."""
+    context = scaling.original_max_position_embeddings
+    if scaling.kind == "linear":
+        return np.zeros_like(frequencies)
+    if scaling.kind == "llama3":
+        turns = context * frequencies / (2 * math.pi)  # full rotations within the old context
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return np.clip((turns - low) / (high - low), 0, 1)
+
+    def dimension(turns: float) -> float:  # index of the pair that makes so many rotations
+        radians = context / (turns * 2 * math.pi)
+        return config.head_dim * math.log(radians) / (2 * math.log(config.rope_theta))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    pairs = np.arange(len(frequencies), dtype=np.float64)
+    return 1 - np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
