@@ -1,7 +1,7 @@
-"""Exact speculative decoding with quantized models, as pure JAX functions.
+"""Exact speculative decoding with quantized models, as pure JAX functions."""
 
-`decode` is the whole library in one call; `specjax.drafting` says what can draft for it.
-"""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from specjax.config import ModelConfig, RopeScaling
 from specjax.decoding import DecodeResult, decode
@@ -9,6 +9,12 @@ from specjax.drafting import Autoregressive, Drafter, QSpec
 from specjax.params import Params
 from specjax.sampling import Sampling
 from specjax.state import Stats
+from specjax.text import generate, stream
+
+if TYPE_CHECKING:
+    from checkpoints_tools.convert import convert
+    from checkpoints_tools.loading import load, load_tokenizer
+    from checkpoints_tools.quantize import quantize
 
 __version__ = "0.1.0"
 
@@ -22,5 +28,25 @@ __all__ = [
     "RopeScaling",
     "Sampling",
     "Stats",
+    "convert",
     "decode",
+    "generate",
+    "load",
+    "load_tokenizer",
+    "quantize",
+    "stream",
 ]
+
+# Found when first used: they stand on this package, and need libraries that decoding does not.
+_TOOLS = {
+    "convert": "checkpoints_tools.convert",
+    "load": "checkpoints_tools.loading",
+    "load_tokenizer": "checkpoints_tools.loading",
+    "quantize": "checkpoints_tools.quantize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+    return getattr(import_module(_TOOLS[name]), name)

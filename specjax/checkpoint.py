@@ -1,0 +1,225 @@
+"""The library's own checkpoints: a model in any of its weight formats, exactly as it was in memory.
+
+A checkpoint is a directory:
+
+    config.json         format version, `ModelConfig`, and what each quantized weight is
+    weights/            the arrays, written by Orbax under the names of `specjax.weight_names`
+    tokenizer.json, …   copied from where the model came from
+
+It is written beside its place and moved there when whole (`specjax.atomic_directory`). Left out on
+purpose: restoring straight into the shards of a mesh; `_restore_arrays` is where that would go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from pallas_kernels.formats import Int4Weight, Weight
+from specjax.atomic_directory import recover, replacing
+from specjax.config import ModelConfig
+from specjax.params import Params
+from specjax.weight_names import named_weights, params_from_weights, weight_shapes
+
+FORMAT_VERSION = 1
+VERSION_FIELD = "specjax_format"
+FORMATS = {"int4": Int4Weight}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def save(
+    params: Params,
+    path: str | os.PathLike[str],
+    tokenizer_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+      params: the model.
+      path: the directory to make. A checkpoint that is there is replaced in one step.
+      tokenizer_dir: a directory whose tokenizer files are copied along.
+
+    Raises:
+      ValueError: something else than a checkpoint is at `path`.
+      OSError: it cannot be written; `path` is as it was.
+    """
+    target = Path(path)
+    check_target(target)
+    with _one_sentence_if_full(target), replacing(target) as directory:
+        _check_room(directory, target, params.nbytes)
+        arrays, formats = _describe(params)
+        with _checkpointer() as checkpointer:
+            checkpointer.save(directory / "weights", args=ocp.args.StandardSave(arrays))
+        if tokenizer_dir is not None:
+            _copy_tokenizer(Path(tokenizer_dir), directory)
+        description = {
+            VERSION_FIELD: FORMAT_VERSION,
+            "model": params.config.to_dict(),
+            "quantized": formats,
+        }
+        (directory / "config.json").write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load(path: str | os.PathLike[str]) -> Params:
+    """Reads a checkpoint that `save` wrote: the same bits, dtypes and formats.
+
+    The arrays come to the default device, wherever they were when they were written.
+
+    Args:
+      path: the checkpoint's directory.
+
+    Returns:
+      The model.
+
+    Raises:
+      FileNotFoundError: nothing is at `path`.
+      ValueError: it is no checkpoint, is damaged, or was written by a newer version of specjax.
+    """
+    directory = Path(path).resolve()
+    recover(directory)
+    description = read_description(directory)
+    config = ModelConfig.from_dict(description["model"])
+    formats = description["quantized"]
+    try:
+        arrays = _restore_arrays(directory / "weights")
+        weights = {name: _weight(name, formats.get(name), arrays) for name in weight_shapes(config)}
+    except (ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"the weights of {path} are damaged or missing: {reason}") from error
+    return params_from_weights(config, weights)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint of this library is at `path`, of whatever version."""
+    try:
+        return VERSION_FIELD in json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if something is at `path` that a checkpoint must not replace."""
+    target = Path(path)
+    empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not empty and not is_checkpoint(target):
+        raise ValueError(
+            f"{target} exists and is no specjax checkpoint; give a path where nothing is, "
+            "or a checkpoint to replace"
+        )
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises as `load` does."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such directory: {path}")
+    if not is_checkpoint(path):
+        raise ValueError(f"{path} is no specjax checkpoint: its config.json does not say so")
+    description = json.loads((path / "config.json").read_text())
+    if description[VERSION_FIELD] > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has checkpoint format {description[VERSION_FIELD]}; this version of specjax "
+            f"reads formats up to {FORMAT_VERSION}: upgrade specjax"
+        )
+    return description
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+
+
+def _describe(params: Params) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
+    """All arrays by name, and the static fields of every weight that is not an array itself."""
+    arrays, formats = {}, {}
+    for name, weight in named_weights(params).items():
+        if isinstance(weight, jax.Array):
+            arrays[name] = weight
+            continue
+        kind = next(key for key, cls in FORMATS.items() if isinstance(weight, cls))
+        formats[name] = {"format": kind} | {
+            field: getattr(weight, field) for field in _fields(type(weight), static=True)
+        }
+        for field in _fields(type(weight), static=False):
+            arrays[f"{name}.{field}"] = getattr(weight, field)
+    return arrays, formats
+
+
+def _weight(
+    name: str, description: Mapping[str, Any] | None, arrays: Mapping[str, jax.Array]
+) -> Weight:
+    """The inverse of `_describe` for one weight."""
+    if description is None:
+        return arrays[name]
+    kind, *static = description["format"], *_fields(FORMATS[description["format"]], static=True)
+    return FORMATS[kind](
+        **{field: arrays[f"{name}.{field}"] for field in _fields(FORMATS[kind], static=False)},
+        **{field: description[field] for field in static},
+    )
+
+
+def _fields(format_class: type[Int4Weight], *, static: bool) -> list[str]:
+    fields = dataclasses.fields(format_class)
+    return [f.name for f in fields if bool(f.metadata.get("static")) == static]
+
+
+def _restore_arrays(path: Path) -> dict[str, jax.Array]:
+    """Every array under `path`, on the default device and not where its writer had it."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with _checkpointer() as checkpointer:
+        found = checkpointer.metadata(path).item_metadata.tree
+        wanted = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
+            for name, array in found.items()
+        }
+        return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _check_room(directory: Path, target: Path, nbytes: int) -> None:
+    """Asks before writing, because Orbax's threads report a full disk on pages of stderr."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        needed = f"up to {nbytes / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free"
+        raise _disk_full(target, f"; {needed}")
+
+
+@contextlib.contextmanager
+def _one_sentence_if_full(target: Path) -> Iterator[None]:
+    """Turns every way in which Orbax reports a full disk into one OSError with ENOSPC."""
+    try:
+        yield
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise _disk_full(target) from error
+
+
+def _disk_full(target: Path, details: str = "") -> OSError:
+    error = OSError(f"the disk is full: {target} was not written, it is as it was before{details}")
+    error.errno = errno.ENOSPC  # set here, as the constructor would put it into the sentence
+    return error

@@ -1,0 +1,99 @@
+"""A name for every weight of a model, such as "layers.0.q.weight".
+
+Reading, writing and quantizing a model one weight at a time needs `Params` as a flat mapping. The
+names are the attribute paths of `Params`, so nothing but the configuration is needed to list them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from pallas_kernels.formats import Weight
+from specjax.config import ModelConfig
+from specjax.params import LINEARS, Layer, Linear, Params, linear_shapes
+
+HEAD = "lm_head.weight"
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every weight of a model, biases and norms included."""
+    outer = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding": outer}
+    for index in range(config.num_layers):
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"layers.{index}.{name}"] = shape
+    shapes["final_norm"] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = outer
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    biased = {
+        "q": config.qkv_bias, "k": config.qkv_bias, "v": config.qkv_bias, "o": config.output_bias,
+        "gate": config.mlp_bias, "up": config.mlp_bias, "down": config.mlp_bias,
+    }  # fmt: skip
+    norms = {"attention_norm": config.hidden_size, "mlp_norm": config.hidden_size}
+    if config.qk_norm:
+        norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+    shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in norms.items()}
+    for name, (n, k) in linear_shapes(config).items():
+        shapes[f"{name}.weight"] = (n, k)
+        if biased[name]:
+            shapes[f"{name}.bias"] = (n,)
+    return shapes
+
+
+def is_block_matrix(name: str) -> bool:
+    """Whether `name` is the weight of a linear layer of a block, which quantization changes."""
+    return name.startswith("layers.") and name.endswith(".weight")
+
+
+def named_weights(params: Params) -> dict[str, Weight]:
+    """Every weight of `params` by its name; the inverse of `params_from_weights`."""
+    return {name: _lookup(params, name) for name in weight_shapes(params.config)}
+
+
+def _lookup(params: Params, name: str) -> Weight:
+    def step(node, part: str):
+        return node[int(part)] if part.isdigit() else getattr(node, part)
+
+    return functools.reduce(step, name.split("."), params)
+
+
+def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> Params:
+    """The model whose weights are `weights`.
+
+    Args:
+      config: which weights there are.
+      weights: one entry for each name of `weight_shapes(config)`.
+
+    Returns:
+      The same arrays as `Params`.
+
+    Raises:
+      ValueError: a weight is missing.
+    """
+    missing = [name for name in weight_shapes(config) if name not in weights]
+    if missing:
+        raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} missing in all)")
+
+    def linear(prefix: str) -> Linear:
+        return Linear(weights[f"{prefix}.weight"], weights.get(f"{prefix}.bias"))
+
+    def layer(prefix: str) -> Layer:
+        others = {f.name for f in dataclasses.fields(Layer)} - set(LINEARS)
+        return Layer(
+            **{name: linear(f"{prefix}.{name}") for name in LINEARS},
+            **{name: weights.get(f"{prefix}.{name}") for name in others},
+        )
+
+    return Params(
+        embedding=weights["embedding"],
+        layers=tuple(layer(f"layers.{index}") for index in range(config.num_layers)),
+        final_norm=weights["final_norm"],
+        lm_head=None if config.tie_word_embeddings else linear("lm_head"),
+        config=config,
+    )
