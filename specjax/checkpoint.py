@@ -104,9 +104,9 @@ def load(path: str | os.PathLike[str]) -> Params:
     try:
         arrays = _restore_arrays(directory / "weights")
         weights = {name: _weight(name, formats.get(name), arrays) for name in weight_shapes(config)}
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # Orbax raises Exception itself where a file is damaged
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"the weights of {path} are damaged or missing: {reason}") from error
+        raise ValueError(f"the weights of {path} cannot be read: {reason}") from error
     return params_from_weights(config, weights)
 
 
@@ -186,10 +186,12 @@ def _restore_arrays(path: Path) -> dict[str, jax.Array]:
     """Every array under `path`, on the default device and not where its writer had it."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with _checkpointer() as checkpointer:
-        found = checkpointer.metadata(path).item_metadata.tree
+        found = checkpointer.metadata(path).item_metadata
+        if found is None:
+            raise ValueError(f"{path.name} is missing or incomplete")
         wanted = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
-            for name, array in found.items()
+            for name, array in found.tree.items()
         }
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
 

@@ -6,11 +6,14 @@ bit for bit, for kernels and for the whole model.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints_tools.quantize.rtn import round_to_nearest
 from pallas_kernels.attention import attention
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
@@ -36,8 +39,6 @@ def test_matmul(n: int, k: int, dtype: str) -> None:
     rng = np.random.default_rng(k)
     x = jnp.asarray(rng.normal(size=(33, k)) * np.exp(rng.normal(size=(33, 1))), dtype)
     plain = jnp.asarray(rng.normal(size=(n, k)), dtype)
-    from checkpoints_tools.quantize.rtn import round_to_nearest
-
     weight = round_to_nearest(plain, 128)
     _same_rows(lambda x: matmul(x, plain), x)
     for activation in ("a16", "a8", "a4"):
@@ -79,7 +80,7 @@ def test_attention_ignores_neighbours_and_capacity(window: int | None) -> None:
 @pytest.mark.parametrize("activation", ["a16", "a8"])
 def test_forward_in_pieces(dtype: str, activation: str) -> None:
     """Nine tokens in one pass, in pieces and alone: the same logits and the same cache."""
-    config = CONFIG.__class__(**{**CONFIG.__dict__, "dtype": dtype})
+    config = dataclasses.replace(CONFIG, dtype=dtype)
     params = quantized_model(config)
     rng = np.random.default_rng(1)
     run = jax.jit(forward, static_argnames="activation")

@@ -1,0 +1,301 @@
+"""A checkpoint gives back what was saved, bit for bit, and is never seen half written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_tools.quantize import quantize
+from specjax import atomic_directory, checkpoint
+from specjax.config import RopeScaling
+from specjax.params import Linear, Params
+from specjax.weight_names import named_weights, params_from_weights, weight_shapes
+from tests.hf_directories import write_model
+from tests.random_models import CONFIG, random_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SCALING = RopeScaling("llama3", 8.0, 128)
+BF16 = dataclasses.replace(
+    CONFIG, dtype="bfloat16", rope_scaling=SCALING, stop_tokens=(2, 3), sliding_window=9,
+    sliding_layers=(1,), bos_id=1,
+)  # fmt: skip
+
+
+def tied(params: Params) -> Params:
+    config = dataclasses.replace(params.config, tie_word_embeddings=True)
+    return dataclasses.replace(params, lm_head=None, config=config)
+
+
+def with_everything(params: Params) -> Params:
+    """The model with every bias and norm that a family can have."""
+    config = dataclasses.replace(
+        params.config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True
+    )
+    rng = np.random.default_rng(0)
+    weights = named_weights(params) | {
+        name: jnp.asarray(rng.normal(size=shape), config.dtype)
+        for name, shape in weight_shapes(config).items()
+        if len(shape) == 1
+    }
+    return params_from_weights(config, weights)
+
+
+def assert_same(left: Params, right: Params) -> None:
+    """Equal structure, static fields, dtypes and bits."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+MODELS = {
+    "float32": random_model(),
+    "bfloat16": random_model(BF16),
+    "tied": tied(random_model(BF16)),
+    "quantized": quantize(random_model(BF16), group_size=32),
+    "per channel, with head": quantize(tied(random_model()), group_size=None, lm_head=True),
+    "every bias and norm": quantize(with_everything(random_model())),
+}
+
+
+@contextlib.contextmanager
+def no_warnings(caplog: pytest.LogCaptureFixture):
+    caplog.clear()
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        yield
+    assert not caplog.records
+
+
+# load(save(params)) is params: values, dtypes, formats, configuration; and without a warning.
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with no_warnings(caplog):
+        checkpoint.save(MODELS[name], tmp_path / "out")
+        assert_same(checkpoint.load(tmp_path / "out"), MODELS[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# Values that arithmetic would change come back too: NaN with its payload, infinities, -0.
+def test_round_trip_of_bits(tmp_path: Path) -> None:
+    params = MODELS["bfloat16"]
+    bits = np.arange(96 * 64, dtype=np.uint16).reshape(96, 64) * 11
+    embedding = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.bfloat16)
+    params = dataclasses.replace(params, embedding=embedding)
+    checkpoint.save(params, tmp_path / "out")
+    assert_same(checkpoint.load(tmp_path / "out"), params)
+
+
+# What was written from several devices is read by a process that has one.
+def test_load_does_not_need_the_writers_devices(tmp_path: Path) -> None:
+    script = """
+import sys, jax, dataclasses
+from jax.sharding import NamedSharding, PartitionSpec
+from specjax import checkpoint
+params = checkpoint.load(sys.argv[1])
+mesh = jax.make_mesh((4,), ("x",))
+sharded = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
+checkpoint.save(dataclasses.replace(params, embedding=sharded.embedding), sys.argv[2])
+"""
+    params = quantize(random_model(), group_size=64)
+    checkpoint.save(params, tmp_path / "one")
+    paths = [str(tmp_path / "one"), str(tmp_path / "four")]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(ROOT),
+    }
+    subprocess.run([sys.executable, "-c", script, *paths], check=True, env=environment)
+    assert_same(checkpoint.load(tmp_path / "four"), params)
+
+
+def test_tokenizer_files_are_copied(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "model.safetensors"):
+        (source / name).write_text(name)
+    checkpoint.save(MODELS["tied"], tmp_path / "out", tokenizer_dir=source)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "weights", "tokenizer.json", "generation_config.json"}
+
+
+def test_newer_version_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    checkpoint.save(MODELS["tied"], out)
+    description = json.loads((out / "config.json").read_text())
+    newer = {"specjax_format": description["specjax_format"] + 1, "shape": "unheard of"}
+    (out / "config.json").write_text(json.dumps(newer))
+    with pytest.raises(ValueError, match="has checkpoint format 2; this version of specjax reads"):
+        checkpoint.load(out)
+
+
+def test_load_refusals(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        checkpoint.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is no specjax checkpoint"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["all weights", "one file", "half a file"])
+def test_damaged_weights_are_one_sentence(tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    checkpoint.save(MODELS["float32"], out)
+    largest = max((out / "weights").rglob("*"), key=lambda path: path.stat().st_size)
+    if damage == "all weights":
+        shutil.rmtree(out / "weights")
+    elif damage == "one file":
+        largest.unlink()
+    else:
+        os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"the weights of .* cannot be read: ") as refusal:
+        checkpoint.load(out)
+    assert "\n" not in str(refusal.value)
+
+
+# Only a checkpoint is ever replaced, or an empty directory filled.
+def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
+    other = tmp_path / "notes"
+    other.mkdir()
+    checkpoint.save(MODELS["tied"], other)
+    checkpoint.save(MODELS["float32"], other)
+    assert_same(checkpoint.load(other), MODELS["float32"])
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "diary.txt").write_text("dear diary")
+    for path in (kept, kept / "diary.txt"):
+        with pytest.raises(ValueError, match="exists and is no specjax checkpoint"):
+            checkpoint.save(MODELS["tied"], path)
+    assert (kept / "diary.txt").read_text() == "dear diary"
+
+
+# A write that fails midway leaves the old checkpoint and nothing else.
+@pytest.mark.parametrize("full", ["before", "while writing"])
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    out = tmp_path / "out"
+    checkpoint.save(MODELS["tied"], out)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if full == "before":
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    else:
+        monkeypatch.setattr(checkpoint, "_describe", fail)
+    with pytest.raises(OSError, match=r"^the disk is full: .*/out was not written") as failure:
+        checkpoint.save(MODELS["float32"], out)
+    assert failure.value.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert_same(checkpoint.load(out), MODELS["tied"])
+
+
+# Without an exchange of names there is a moment when only the backup exists; it is brought back.
+def test_recovery_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(atomic_directory, "_exchange", lambda *_: False)
+    checkpoint.save(MODELS["tied"], out)
+    checkpoint.save(MODELS["float32"], out)
+    assert_same(checkpoint.load(out), MODELS["float32"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    out.rename(tmp_path / ".out.old")
+    assert_same(checkpoint.load(out), MODELS["float32"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# The next run removes what killed ones left, but not what another process is still writing.
+def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.tmp-dead").mkdir()
+    (tmp_path / ".out.tmp-dead" / "weights").write_text("half")
+    with atomic_directory.replacing(tmp_path / "out") as alive:
+        with atomic_directory.replacing(tmp_path / "out") as second:
+            (second / "file").write_text("second")
+        assert alive.is_dir()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "out"]
+        (alive / "file").write_text("first")
+    assert (tmp_path / "out" / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+    """Converts `source` to `out` in other processes, forked from this one where JAX is loaded."""
+
+    source: Path
+    out: Path
+
+    def start(self) -> subprocess.Popen[str]:
+        """A process that says "ready", waits for a line, converts and says "done"."""
+        script = (
+            "import sys; from checkpoints_tools.convert import convert;"
+            "print('ready', flush=True); sys.stdin.readline();"
+            "convert(sys.argv[1], sys.argv[2], quantization='rtn', progress=False);"
+            "print('done', flush=True)"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(self.source), str(self.out)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    def run(self, seconds: float | None) -> float:
+        """Converts, killed after so many seconds. Returns how long it took."""
+        process = self.start()
+        assert process.stdin is not None and process.stdout is not None
+        started = time.perf_counter()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        if seconds is None:
+            assert process.stdout.readline() == "done\n"
+        else:
+            time.sleep(seconds)
+        elapsed = time.perf_counter() - started
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        return elapsed
+
+
+# Whenever a conversion is killed, its output is the old checkpoint whole, the new one, or none.
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    converter = Converter(write_model(tmp_path / "source"), tmp_path / "out")
+    whole = converter.run(None)
+    new = checkpoint.load(converter.out)
+    shutil.rmtree(converter.out)
+    moments = random.Random(0)
+    for attempt in range(6):
+        replaces = attempt % 2 == 1
+        if replaces:
+            checkpoint.save(MODELS["tied"], converter.out)
+        converter.run(moments.uniform(0.5, 1.1) * whole)
+        if replaces or converter.out.exists():
+            found = checkpoint.load(converter.out)
+            old = found.config == MODELS["tied"].config
+            assert_same(found, MODELS["tied"] if old else new)
+    converter.run(None)
+    assert_same(checkpoint.load(converter.out), new)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_head_is_a_linear_without_bias(tmp_path: Path) -> None:
+    checkpoint.save(MODELS["float32"], tmp_path / "out")
+    head = checkpoint.load(tmp_path / "out").lm_head
+    assert isinstance(head, Linear) and head.bias is None

@@ -1,0 +1,73 @@
+"""Text: streaming shows what decoding returns, and a broken character is never shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+import specjax
+from specjax.text import TextStream
+from tests.random_models import CONFIG, quantized_model
+
+PROMPT = [72, 33, 44]
+
+
+class ByteTokenizer:
+    """One token per byte, as far as a vocabulary of 96 goes."""
+
+    def encode(self, text: str) -> list[int]:
+        return [byte % CONFIG.vocab_size for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def params() -> specjax.Params:
+    return quantized_model()
+
+
+@pytest.fixture(scope="module")
+def decoded(params: specjax.Params) -> specjax.DecodeResult:
+    return specjax.decode(params, PROMPT, max_new_tokens=21, drafter=specjax.QSpec(4, "a4"))
+
+
+def test_stream_yields_what_decode_returns(params, decoded) -> None:
+    drafter = specjax.QSpec(4, "a4")
+    rounds = list(specjax.stream(params, PROMPT, max_new_tokens=21, drafter=drafter))
+    tokens = [token for each in rounds for token in each.tokens]
+    assert PROMPT + tokens == np.asarray(decoded.tokens[0]).tolist()
+    assert len(rounds) == int(decoded.stats.rounds[0])
+    drafted = sum(len(each.accepted) + len(each.rejected) for each in rounds[:-1])
+    assert drafted == 4 * (len(rounds) - 1)
+    assert any(each.rejected for each in rounds), "a case that tests nothing"
+    assert all(len(each.given) == 1 for each in rounds[:-1])
+
+
+def test_generate_returns_the_continuation(params) -> None:
+    tokenizer = ByteTokenizer()
+    text = specjax.generate(params, tokenizer, "AB", max_new_tokens=9)
+    expected = specjax.decode(params, tokenizer.encode("AB"), max_new_tokens=9).tokens[0, 2:]
+    assert text == tokenizer.decode(np.asarray(expected).tolist())
+
+
+def test_generate_leaves_the_stop_token_out(params, decoded) -> None:
+    class Identity(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return PROMPT
+
+    stop = int(decoded.tokens[0, len(PROMPT) + 4])
+    text = specjax.generate(
+        params, Identity(), "", max_new_tokens=21, stop_tokens=(stop,), drafter=specjax.QSpec()
+    )
+    generated = np.asarray(decoded.tokens[0, len(PROMPT) :]).tolist()
+    assert text == Identity().decode(generated[: generated.index(stop)])
+
+
+def test_a_character_of_several_tokens_appears_once_it_is_whole() -> None:
+    stream = TextStream(ByteTokenizer(), [65])
+    shown = [stream.push([byte]) for byte in "é😀b".encode()]
+    assert shown == ["", "é", "", "", "", "😀", "b"]
+    assert stream.push([255]) == "" and stream.push([99]) == "\ufffdc"
