@@ -151,9 +151,9 @@ def kill_runs(source: Path, out: Path, runs: int, seconds: float) -> dict[str, i
     return counts
 
 
-def leftovers(out: Path) -> list[str]:
-    """What killed runs left beside the output."""
-    return sorted(path.name for path in out.parent.glob(f".{out.name}.*"))
+def leftovers(out: Path) -> list[Path]:
+    """What of the killed runs the next whole one has not removed."""
+    return list(out.parent.glob(f".{out.name}.*"))
 
 
 def processor() -> str:
@@ -180,9 +180,8 @@ def main() -> None:
     result |= measure(source, out)
     if options.kill:
         result["killed"] = kill_runs(source, out, options.kill, float(result["process_seconds"]))
-        result["leftovers_after_kills"] = len(leftovers(out))
         measure(source, out)
-        result["leftovers_after_next_run"] = len(leftovers(out))
+        result["leftovers"] = len(leftovers(out))
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

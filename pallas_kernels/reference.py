@@ -8,6 +8,9 @@ It is batch-invariant by construction: every product runs on tiles of ROW_TILE r
 compiles one shape, and with it one order of summation, however many rows there are. (Given M rows,
 XLA:CPU would choose another algorithm for M = 1 than for M = 2.) Integer sums need no such care:
 products of small integers are exact in float32 up to 2^24, in any order.
+
+Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop. Without it XLA:CPU unpacks all layers
+before the first one runs, which takes several times the time and the memory of a 32-bit model.
 """
 
 from __future__ import annotations
@@ -19,9 +22,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import quantize_activations
-from pallas_kernels.formats import PLANE, Int4Weight, Weight, dequantize, unpack
+from pallas_kernels.formats import (
+    PLANE,
+    Int4Weight,
+    Weight,
+    dequantize,
+    padded_inputs,
+    unpack,
+)
 
 ROW_TILE = 8
+OUTPUT_CHUNK = 256
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 _CONTRACT_LAST_PER_CHUNK = (((2,), (2,)), ((1,), (1,)))
 
@@ -30,13 +41,28 @@ def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
     """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N]. See the module's equations."""
     x = x.astype(jnp.float32)
     if activation == "a16":
-        values = dequantize(weight)
-        return map_row_tiles(
-            lambda tile: lax.dot_general(tile, values, _CONTRACT_LAST, precision="highest"), x
-        )
+        return _over_output_chunks(lambda part: _float_matmul(x, part), weight)
     assert isinstance(weight, Int4Weight)
-    integers = unpack(weight.packed).astype(jnp.float32)
-    return map_row_tiles(lambda tile: _integer_matmul(tile, integers, weight, activation), x)
+    x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
+    q, scales = quantize_activations(x, activation, weight.group_size)
+    return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
+
+
+def _over_output_chunks(product: Callable[[Weight], jax.Array], weight: Weight) -> jax.Array:
+    """`product` with OUTPUT_CHUNK outputs of the weight at a time, side by side: f32[M, N].
+
+    Never one chunk: XLA takes a loop of one iteration apart.
+    """
+    n = weight.shape[0]
+    chunk = min(OUTPUT_CHUNK, -(-n // 2))
+    chunks = -(-n // chunk)
+
+    def split(leaf: jax.Array) -> jax.Array:
+        padded = jnp.pad(leaf, ((0, chunks * chunk - n), (0, 0)))
+        return padded.reshape(chunks, chunk, -1)
+
+    parts = lax.map(product, jax.tree.map(split, weight))  # [chunks, M, chunk]
+    return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)[:, :n]
 
 
 def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -60,24 +86,30 @@ def over_tiles(function: Callable, tiles: object) -> jax.Array:
     )
 
 
-def _integer_matmul(
-    x: jax.Array, integers: jax.Array, weight: Int4Weight, activation: str
-) -> jax.Array:
-    """x: f32[M, K], integers: f32[N, padded K] (the weight's) -> f32[M, N]."""
-    m, (n, padded) = x.shape[0], integers.shape
-    x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1])))
-    q, x_scales = quantize_activations(x, activation, weight.group_size)
+def _float_matmul(x: jax.Array, weight: Weight) -> jax.Array:
+    """x: f32[M, K] -> f32[M, N]."""
+    values = dequantize(weight)
+    return map_row_tiles(
+        lambda tile: lax.dot_general(tile, values, _CONTRACT_LAST, precision="highest"), x
+    )
+
+
+def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Int4Weight) -> jax.Array:
+    """q: int8[M, padded K], q_scales: f32[M, groups] -> f32[M, N]."""
+    n, padded = weight.packed.shape[0], q.shape[1]
     chunk = min(weight.group_size or PLANE, PLANE)
-    products = lax.dot_general(
-        q.astype(jnp.float32).reshape(m, -1, chunk),
-        integers.reshape(n, -1, chunk),
-        _CONTRACT_LAST_PER_CHUNK,
-        precision="highest",
-    )  # f32[chunks, M, N], integers of at most 127 · 8 · 128 < 2^24
+    integers = unpack(weight.packed).astype(jnp.float32).reshape(n, -1, chunk)
+    products = map_row_tiles(
+        lambda tile: jnp.moveaxis(
+            lax.dot_general(tile, integers, _CONTRACT_LAST_PER_CHUNK, precision="highest"), 0, 1
+        ),
+        q.astype(jnp.float32).reshape(-1, padded // chunk, chunk),
+    )  # f32[M, chunks, N], integers of at most 127 · 8 · 128 < 2^24
     if weight.group_size is None:
-        products = jnp.sum(products.astype(jnp.int32), axis=0, keepdims=True)
+        products = jnp.sum(products.astype(jnp.int32), axis=1, keepdims=True)
     scales = weight.scales.astype(jnp.float32)
-    y = jnp.zeros((m, n), jnp.float32)
-    for group in range(products.shape[0]):  # unrolled: the order of the sum is part of the meaning
-        y += products[group].astype(jnp.float32) * (x_scales[:, group, None] * scales[:, group])
+    y = jnp.zeros((q.shape[0], n), jnp.float32)
+    for group in range(products.shape[1]):  # unrolled: the order of the sum is part of the meaning
+        product = products[:, group].astype(jnp.float32)
+        y += product * (q_scales[:, group, None] * scales[:, group])
     return y

@@ -42,7 +42,7 @@ def replacing(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     _remove_abandoned(target)
-    temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:12]}")
+    temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}"
     temporary.mkdir()
     lock = _try_lock(temporary)
     try:
@@ -56,6 +56,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def recover(target: Path) -> None:
     """Brings the old directory back if a process was killed between the two renames."""
+    target = target.resolve()
     backup = _backup(target)
     if not backup.exists():
         return
@@ -66,7 +67,7 @@ def recover(target: Path) -> None:
 
 
 def _backup(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+    return target.parent / f".{target.name}.old"
 
 
 def _remove_abandoned(target: Path) -> None:

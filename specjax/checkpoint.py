@@ -99,13 +99,15 @@ def load(path: str | os.PathLike[str]) -> Params:
     directory = Path(path).resolve()
     recover(directory)
     description = read_description(directory)
-    config = ModelConfig.from_dict(description["model"])
-    formats = description["quantized"]
+    try:
+        config, formats = ModelConfig.from_dict(description["model"]), description["quantized"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"config.json of {path} is damaged: {error}") from error
     try:
         arrays = _restore_arrays(directory / "weights")
         weights = {name: _weight(name, formats.get(name), arrays) for name in weight_shapes(config)}
     except Exception as error:  # Orbax raises Exception itself where a file is damaged
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # its first sentence
         raise ValueError(f"the weights of {path} cannot be read: {reason}") from error
     return params_from_weights(config, weights)
 

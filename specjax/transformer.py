@@ -151,11 +151,13 @@ def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians per position of every pair of a head's dimensions: f32[E/2]."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
+    # In float32 like Hugging Face: the rounding of a frequency grows with the position, and models
+    # are made with these.
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = 1 / np.float32(config.rope_theta) ** exponents
     scaling = config.rope_scaling
     if scaling is None:
-        return frequencies.astype(np.float32)
+        return frequencies
     kept = _unscaled_share(config, scaling, frequencies)
     return (frequencies * (kept + (1 - kept) / scaling.factor)).astype(np.float32)
 

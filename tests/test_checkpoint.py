@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import gc
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ import pytest
 from checkpoints_tools.quantize import quantize
 from specjax import atomic_directory, checkpoint
 from specjax.config import RopeScaling
-from specjax.params import Linear, Params
+from specjax.params import Params
 from specjax.weight_names import named_weights, params_from_weights, weight_shapes
 from tests.hf_directories import write_model
 from tests.random_models import CONFIG, random_model
@@ -147,12 +148,17 @@ def test_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_load_refusals(tmp_path: Path) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"specjax_format": 1}')
+    with pytest.raises(ValueError, match=r"config\.json of .*/damaged is damaged: 'model'"):
+        checkpoint.load(tmp_path / "damaged")
     with pytest.raises(FileNotFoundError, match="no such directory"):
         checkpoint.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="is no specjax checkpoint"):
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
 @pytest.mark.parametrize("damage", ["all weights", "one file", "half a file"])
 def test_damaged_weights_are_one_sentence(tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
@@ -167,6 +173,7 @@ def test_damaged_weights_are_one_sentence(tmp_path: Path, damage: str) -> None:
     with pytest.raises(ValueError, match=r"the weights of .* cannot be read: ") as refusal:
         checkpoint.load(out)
     assert "\n" not in str(refusal.value)
+    gc.collect()  # what Orbax leaves unfinished complains now and not in another test
 
 
 # Only a checkpoint is ever replaced, or an empty directory filled.
@@ -235,41 +242,31 @@ def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
-    """Converts `source` to `out` in other processes, forked from this one where JAX is loaded."""
+    """Converts `source` to `out` in processes that can be killed."""
 
     source: Path
     out: Path
 
-    def start(self) -> subprocess.Popen[str]:
-        """A process that says "ready", waits for a line, converts and says "done"."""
+    def run(self, kill_after: float | None = None) -> float:
+        """Converts, killed so many seconds after it begins to write. Returns the writing's time."""
         script = (
             "import sys; from checkpoints_tools.convert import convert;"
-            "print('ready', flush=True); sys.stdin.readline();"
-            "convert(sys.argv[1], sys.argv[2], quantization='rtn', progress=False);"
-            "print('done', flush=True)"
+            "convert(sys.argv[1], sys.argv[2], quantization='rtn', progress=False)"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(self.source), str(self.out)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        return process
-
-    def run(self, seconds: float | None) -> float:
-        """Converts, killed after so many seconds. Returns how long it took."""
-        process = self.start()
-        assert process.stdin is not None and process.stdout is not None
+        )
+        while not any(self.out.parent.glob(".out.tmp-*")) and process.poll() is None:
+            time.sleep(0.001)
         started = time.perf_counter()
-        process.stdin.write("\n")
-        process.stdin.flush()
-        if seconds is None:
-            assert process.stdout.readline() == "done\n"
-        else:
-            time.sleep(seconds)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            process.send_signal(signal.SIGKILL)
+        while any(self.out.parent.glob(".out.tmp-*")) and process.poll() is None:
+            time.sleep(0.001)
         elapsed = time.perf_counter() - started
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        assert process.wait() == 0 or kill_after is not None
         return elapsed
 
 
@@ -277,25 +274,19 @@ class Converter:
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     converter = Converter(write_model(tmp_path / "source"), tmp_path / "out")
-    whole = converter.run(None)
+    writing = converter.run()
     new = checkpoint.load(converter.out)
     shutil.rmtree(converter.out)
     moments = random.Random(0)
-    for attempt in range(6):
-        replaces = attempt % 2 == 1
+    for replaces in (False, True, True, False, True, True):
         if replaces:
             checkpoint.save(MODELS["tied"], converter.out)
-        converter.run(moments.uniform(0.5, 1.1) * whole)
+        converter.run(moments.uniform(0, 1.2) * writing)
         if replaces or converter.out.exists():
             found = checkpoint.load(converter.out)
             old = found.config == MODELS["tied"].config
             assert_same(found, MODELS["tied"] if old else new)
-    converter.run(None)
+        shutil.rmtree(converter.out, ignore_errors=True)
+    converter.run()
     assert_same(checkpoint.load(converter.out), new)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-
-
-def test_head_is_a_linear_without_bias(tmp_path: Path) -> None:
-    checkpoint.save(MODELS["float32"], tmp_path / "out")
-    head = checkpoint.load(tmp_path / "out").lm_head
-    assert isinstance(head, Linear) and head.bias is None

@@ -21,7 +21,7 @@ from specjax.kv_cache import KVCache
 from specjax.transformer import forward
 from tests.random_models import CONFIG, quantized_model, random_model
 
-SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)
+SIZES = (1, 2, 7, 8, 9, 33)
 
 
 def _same_rows(function, x: jax.Array, sizes: tuple[int, ...] = SIZES) -> None:
@@ -34,7 +34,7 @@ def _same_rows(function, x: jax.Array, sizes: tuple[int, ...] = SIZES) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("n", "k"), [(256, 256), (172, 64), (64, 172), (96, 640)])
+@pytest.mark.parametrize(("n", "k"), [(512, 256), (33, 172)])
 def test_matmul(n: int, k: int, dtype: str) -> None:
     rng = np.random.default_rng(k)
     x = jnp.asarray(rng.normal(size=(33, k)) * np.exp(rng.normal(size=(33, 1))), dtype)

@@ -132,7 +132,7 @@ def test_the_model_is_causal() -> None:
 
 def test_every_row_of_an_epoch_is_different_text() -> None:
     streams = {kind: np.arange(32 * 12, dtype=np.uint16) for kind in tiny_corpus.KINDS}
-    batches = train_tiny.Batches(streams, train_tiny.Plan(9, 4, 32, "muon"))
+    batches = train_tiny.Batches(streams, train_tiny.Plan(9, 4, 32, "muon"), train_tiny.ROWS_OF_20)
     rows = np.concatenate([batches(step) for step in range(5)])
     assert rows.shape == (20, 33)
     for kind, count in train_tiny.ROWS_OF_20.items():
