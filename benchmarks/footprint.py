@@ -43,7 +43,11 @@ def main() -> None:
 
 
 def _measure(
-    params: specjax.Params, prompt: list[list[int]], drafter: specjax.Drafter, slots: int, count: int
+    params: specjax.Params,
+    prompt: list[list[int]],
+    drafter: specjax.Drafter,
+    slots: int,
+    count: int,
 ) -> dict[str, Any]:
     options = {"max_new_tokens": 128, "stop_tokens": (), "cache_capacity": slots}
     state = start(params, prompt, drafter=drafter, **options)

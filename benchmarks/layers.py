@@ -45,7 +45,9 @@ def main() -> None:
         params = _random(count, options.hidden)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.layers)
         for name, function, extra in (("unrolled", unrolled, ()), ("scan", _scanned, (stacked,))):
-            rows.append({"variant": name, "layers": count, **_time(function, params, extra, options)})
+            rows.append(
+                {"variant": name, "layers": count, **_time(function, params, extra, options)}
+            )
     print(table(rows, list(rows[0])))
     write(options.json, [{"hidden": options.hidden, **row} for row in rows])
 

@@ -82,9 +82,7 @@ def unpack(packed: jax.Array) -> jax.Array:
     return jnp.stack((signed << 4 >> 4, signed >> 4), axis=2).reshape(n, -1)
 
 
-def int4_from_integers(
-    q: jax.Array, scales: jax.Array, group_size: int | None = 128
-) -> Int4Weight:
+def int4_from_integers(q: jax.Array, scales: jax.Array, group_size: int | None = 128) -> Int4Weight:
     """Builds an `Int4Weight` from q: int8[N, K] in -8 … 7 and scales[N, ceil(K / group_size)].
 
     Raises ValueError where shapes, dtypes or the group size do not fit together.

@@ -27,7 +27,9 @@ def _sum(x: jax.Array) -> jax.Array:
 
     def product(x: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        sums = map_row_tiles(lambda tile: lax.dot_general(tile, ones, (((1,), (1,)), ((), ()))), rows)
+        sums = map_row_tiles(
+            lambda tile: lax.dot_general(tile, ones, (((1,), (1,)), ((), ()))), rows
+        )
         return sums.reshape(*x.shape[:-1], 1)
 
     return lax.platform_dependent(

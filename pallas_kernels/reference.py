@@ -9,13 +9,15 @@ compiles one shape, and with it one order of summation, however many rows there 
 XLA:CPU would choose another algorithm for M = 1 than for M = 2.) Integer sums need no such care:
 products of small integers are exact in float32 up to 2^24, in any order.
 
-Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop. Without it XLA:CPU unpacks all layers
-before the first one runs, which takes several times the time and the memory of a 32-bit model.
+Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop. Without it XLA:CPU unpacks all
+layers before the first one runs, which takes the memory of a 32-bit model and several times as
+long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
     return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
 
 
-def _over_output_chunks(product: Callable[[Weight], jax.Array], weight: Weight) -> jax.Array:
+def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> jax.Array:
     """`product` with OUTPUT_CHUNK outputs of the weight at a time, side by side: f32[M, N].
 
     Never one chunk: XLA takes a loop of one iteration apart.

@@ -172,11 +172,12 @@ def _weight(
     """The inverse of `_describe` for one weight."""
     if description is None:
         return arrays[name]
-    kind, *static = description["format"], *_fields(FORMATS[description["format"]], static=True)
-    return FORMATS[kind](
-        **{field: arrays[f"{name}.{field}"] for field in _fields(FORMATS[kind], static=False)},
-        **{field: description[field] for field in static},
-    )
+    format_class = FORMATS[description["format"]]
+    fields: dict[str, Any] = {
+        field: arrays[f"{name}.{field}"] for field in _fields(format_class, static=False)
+    }
+    fields |= {field: description[field] for field in _fields(format_class, static=True)}
+    return format_class(**fields)
 
 
 def _fields(format_class: type[Int4Weight], *, static: bool) -> list[str]:

@@ -117,7 +117,7 @@ def _generate(options: argparse.Namespace) -> None:
     seconds = time.perf_counter() - first
     print(f"\n\n{_summary(seen, seconds, first - begun)}")
     if options.trace:
-        print(_Trace.legend())
+        print(_legend())
 
 
 def _drafter(options: argparse.Namespace) -> specjax.Drafter:
@@ -158,40 +158,41 @@ class _Plain:
         print(self._text.push(tokens), end="", flush=True)
 
 
+_STYLES = {  # where a token came from -> its colour, and what marks it where there are no colours
+    "accepted": ("\033[32m", "", ""),
+    "rejected": ("\033[9;31m", "[-", "-]"),
+    "given": ("\033[34m", "{+", "+}"),
+}
+
+
 class _Trace:
     """Prints every token, coloured by where it came from (QSpec, figure 3)."""
-
-    STYLES = {  # name -> colour, and what stands around it where there are no colours
-        "accepted": ("\033[32m", "", ""),
-        "rejected": ("\033[9;31m", "[-", "-]"),
-        "given": ("\033[34m", "{+", "+}"),
-    }
 
     def __init__(self, tokenizer: specjax.text.Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, each: Round, stop_tokens: Sequence[int]) -> None:
-        for name in ("accepted", "rejected", "given"):
+        for name in _STYLES:
             for token in getattr(each, name):
-                print(self._styled(name, self._tokenizer.decode([token])), end="", flush=True)
+                print(_styled(name, self._tokenizer.decode([token])), end="", flush=True)
 
-    @classmethod
-    def legend(cls) -> str:
-        """What the styles mean."""
-        return ", ".join(
-            (
-                cls._styled("accepted", "drafted and accepted"),
-                cls._styled("rejected", "drafted and rejected"),
-                cls._styled("given", "given by the verifier"),
-            )
+
+def _legend() -> str:
+    """What the styles mean."""
+    return ", ".join(
+        (
+            _styled("accepted", "drafted and accepted"),
+            _styled("rejected", "drafted and rejected"),
+            _styled("given", "given by the verifier"),
         )
+    )
 
-    @classmethod
-    def _styled(cls, name: str, text: str) -> str:
-        colour, left, right = cls.STYLES[name]
-        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-            return f"{colour}{text}\033[0m"
-        return f"{left}{text}{right}"
+
+def _styled(name: str, text: str) -> str:
+    colour, left, right = _STYLES[name]
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return f"{colour}{text}\033[0m"
+    return f"{left}{text}{right}"
 
 
 if __name__ == "__main__":

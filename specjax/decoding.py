@@ -260,9 +260,7 @@ def _count_round(state: DecodeState, verified: Verified) -> Stats:
     )
 
 
-def _row_keys(
-    sampling: Sampling | None, key: jax.Array | None, rows: int
-) -> jax.Array | None:
+def _row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax.Array | None:
     """One key per row, or None for greedy decoding."""
     if sampling is None:
         if key is not None:

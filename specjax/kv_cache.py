@@ -65,9 +65,7 @@ class KVCache:
             updated = caches[layer].at[rows, slots].set(new, mode="drop", unique_indices=True)
             return (*caches[:layer], updated, *caches[layer + 1 :])
 
-        return dataclasses.replace(
-            self, keys=put(self.keys, keys), values=put(self.values, values)
-        )
+        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
 
     def with_lengths(self, lengths: jax.Array) -> KVCache:
         """The same entries with another count of committed slots: commit, advance or roll back."""

@@ -6,6 +6,7 @@ Values inside jit cannot be looked at; there only shapes and dtypes are checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,14 @@ def normalize_prompt(
     Raises ValueError on an empty prompt, tokens that are no integers or outside the vocabulary,
     and lengths that do not fit.
     """
+    tokens: jax.Array | np.ndarray
+    counts: Any = prompt_lengths
     if isinstance(prompt, jax.Array | np.ndarray):
         tokens = prompt
     else:
-        if prompt_lengths is not None:
+        if counts is not None:
             raise ValueError("prompt_lengths goes with an array; a list of prompts has its own")
-        tokens, prompt_lengths = _pad(prompt, config.pad_id)
+        tokens, counts = _pad(prompt, config.pad_id)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"prompt must hold integers (token ids), got dtype {tokens.dtype.name}")
     if tokens.ndim == 1:
@@ -39,9 +42,7 @@ def normalize_prompt(
     rows, width = tokens.shape
     if rows == 0 or width == 0:
         raise ValueError(f"prompt is empty (shape {tokens.shape}); it needs at least one token")
-    if prompt_lengths is None:
-        prompt_lengths = np.full(rows, width, np.int32)
-    lengths = jnp.asarray(prompt_lengths)
+    lengths = jnp.asarray(np.full(rows, width, np.int32) if counts is None else counts)
     _check_lengths(lengths, rows, width)
     _check_tokens(tokens, lengths, config.vocab_size)
     return jnp.asarray(tokens, jnp.int32), lengths.astype(jnp.int32)
@@ -116,9 +117,7 @@ def _check_lengths(lengths: jax.Array, rows: int, width: int) -> None:
     values = np.asarray(lengths)
     if values.min() < 1 or values.max() > width:
         bad = int(np.argmax((values < 1) | (values > width)))
-        raise ValueError(
-            f"prompt_lengths must be in 1 … {width}, got {values[bad]} in row {bad}"
-        )
+        raise ValueError(f"prompt_lengths must be in 1 … {width}, got {values[bad]} in row {bad}")
 
 
 def _check_tokens(tokens: jax.Array | np.ndarray, lengths: jax.Array, vocab_size: int) -> None:

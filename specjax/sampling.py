@@ -39,7 +39,7 @@ class Sampling:
 
 
 def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The distribution that `sampling` draws from. f32[..., V] -> f32[..., V], each summing to 1."""
+    """The distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1."""
     logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits = _keep(logits, jnp.arange(logits.shape[-1]) < sampling.top_k)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from pallas_kernels.formats import Weight
 from specjax.config import ModelConfig
@@ -56,8 +57,8 @@ def named_weights(params: Params) -> dict[str, Weight]:
     return {name: _lookup(params, name) for name in weight_shapes(params.config)}
 
 
-def _lookup(params: Params, name: str) -> Weight:
-    def step(node, part: str):
+def _lookup(params: Params, name: str) -> Any:
+    def step(node: Any, part: str) -> Any:
         return node[int(part)] if part.isdigit() else getattr(node, part)
 
     return functools.reduce(step, name.split("."), params)
@@ -79,21 +80,23 @@ def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> P
     missing = [name for name in weight_shapes(config) if name not in weights]
     if missing:
         raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} missing in all)")
-
-    def linear(prefix: str) -> Linear:
-        return Linear(weights[f"{prefix}.weight"], weights.get(f"{prefix}.bias"))
-
-    def layer(prefix: str) -> Layer:
-        others = {f.name for f in dataclasses.fields(Layer)} - set(LINEARS)
-        return Layer(
-            **{name: linear(f"{prefix}.{name}") for name in LINEARS},
-            **{name: weights.get(f"{prefix}.{name}") for name in others},
-        )
-
+    found: dict[str, Any] = dict(weights)  # a name decides whether only an array will do
     return Params(
-        embedding=weights["embedding"],
-        layers=tuple(layer(f"layers.{index}") for index in range(config.num_layers)),
-        final_norm=weights["final_norm"],
-        lm_head=None if config.tie_word_embeddings else linear("lm_head"),
+        embedding=found["embedding"],
+        layers=tuple(_layer(found, f"layers.{index}") for index in range(config.num_layers)),
+        final_norm=found["final_norm"],
+        lm_head=None if config.tie_word_embeddings else _linear(found, "lm_head"),
         config=config,
     )
+
+
+def _layer(found: Mapping[str, Any], prefix: str) -> Layer:
+    values: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(Layer)):
+        path = f"{prefix}.{name}"
+        values[name] = _linear(found, path) if name in LINEARS else found.get(path)
+    return Layer(**values)
+
+
+def _linear(found: Mapping[str, Any], prefix: str) -> Linear:
+    return Linear(found[f"{prefix}.weight"], found.get(f"{prefix}.bias"))

@@ -99,9 +99,10 @@ def test_models_own_stop_tokens_are_the_default(params, plain) -> None:
     stop = int(plain.tokens[0, len(PROMPTS[0]) + 2])
     config = dataclasses.replace(CONFIG, stop_tokens=(stop,))
     stopping = dataclasses.replace(params, config=config)
-    assert int(specjax.decode(stopping, PROMPTS, max_new_tokens=NEW).lengths[0]) < len(
-        PROMPTS[0]
-    ) + NEW
+    assert (
+        int(specjax.decode(stopping, PROMPTS, max_new_tokens=NEW).lengths[0])
+        < len(PROMPTS[0]) + NEW
+    )
     ignoring = specjax.decode(stopping, PROMPTS, max_new_tokens=NEW, stop_tokens=())
     np.testing.assert_array_equal(ignoring.tokens, plain.tokens)
 
@@ -167,9 +168,7 @@ def test_qspec_adds_no_second_copy(params) -> None:
     """Live buffers while decoding: the state of QSpec is that of plain decoding, byte for byte."""
 
     def state_bytes(drafter: specjax.Drafter) -> int:
-        state = start(
-            params, PROMPTS, max_new_tokens=NEW, drafter=drafter, cache_capacity=128
-        )
+        state = start(params, PROMPTS, max_new_tokens=NEW, drafter=drafter, cache_capacity=128)
         state, _ = step(params, state, drafter)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 

@@ -25,7 +25,7 @@ SIZES = (1, 2, 7, 8, 9, 33)
 
 
 def _same_rows(function, x: jax.Array, sizes: tuple[int, ...] = SIZES) -> None:
-    """Asserts that function(x[:m]) equals function(x)[:m] in every bit, and rows may be shuffled."""
+    """function(x[:m]) equals function(x)[:m] in every bit, and rows may be shuffled."""
     whole = np.asarray(function(x))
     for m in sizes:
         np.testing.assert_array_equal(np.asarray(function(x[:m])), whole[:m], err_msg=f"M = {m}")
@@ -62,12 +62,9 @@ def test_attention_ignores_neighbours_and_capacity(window: int | None) -> None:
     positions = lengths[:, None] + jnp.arange(9)
 
     def run(rows: slice, t: int, slots: int) -> np.ndarray:
-        return np.asarray(
-            attention(
-                q[rows, :t], k[rows, :slots], v[rows, :slots], lengths[rows], positions[rows, :t],
-                None, window=window, head_scale=0.2,
-            )  # fmt: skip
-        )
+        cache = k[rows, :slots], v[rows, :slots]
+        at = lengths[rows], positions[rows, :t], None
+        return np.asarray(attention(q[rows, :t], *cache, *at, window=window, head_scale=0.2))
 
     whole = run(slice(0, 3), 9, 384)
     for row, slots in ((0, 128), (1, 256), (2, 384)):

@@ -24,7 +24,9 @@ def test_rows_advance_on_their_own_and_overwrite_what_was_not_kept(kept) -> None
     model: list[list[float]] = [[] for _ in range(ROWS)]
     for number, counts in enumerate(kept):
         entries = 1.0 + number * T + np.arange(T)
-        new = jnp.broadcast_to(jnp.asarray(entries, jnp.float32)[None, :, None, None], (ROWS, T, 1, 4))
+        new = jnp.broadcast_to(
+            jnp.asarray(entries, jnp.float32)[None, :, None, None], (ROWS, T, 1, 4)
+        )
         for layer in range(CONFIG.num_layers):
             cache = cache.write(layer, new * (layer + 1), -new)
         cache = cache.with_lengths(cache.lengths + jnp.array(counts))

@@ -135,14 +135,12 @@ def test_every_tile_of_rows_runs_the_same_program(platform: str) -> None:
 
 @platforms
 def test_without_groups_the_integers_are_summed_exactly(platform: str) -> None:
-    # -8 · 127 · 17000 + 7 · 127 · 19428 + 1 · 4 = 8: the first sum is beyond the integers of
-    # float32, and would swallow the product of 1 and 4 that comes before it.
-    x = jnp.full((1, 36480), 127, jnp.float32)
-    q = jnp.concatenate([jnp.full((8, 17000), -8), jnp.full((8, 19480), 7)], axis=1)
-    x, q = x.at[0, 0].set(1), q.at[:, 0].set(4)
-    total = np.asarray(x, np.int64) @ np.asarray(q, np.int64).T
-    weight = int4_from_integers(q.astype(jnp.int8), jnp.ones((8, 1), jnp.float32), None)
-    np.testing.assert_array_equal(interpreted(platform, x, weight, "a8"), total)
+    # 1 · 3 + 16709 · 127 · -8 + 19096 · 127 · 7 = 3, but half way the sum is odd and beyond 2^24:
+    # an accumulator of float32 returns 4.
+    x = jnp.full((1, 35806), 127, jnp.float32).at[:, 0].set(1)
+    row = np.repeat(np.array([3, -8, 7], np.int8), [1, 16709, 19096])
+    weight = int4_from_integers(jnp.asarray(row[None]), jnp.ones((1, 1), jnp.float32), None)
+    np.testing.assert_allclose(interpreted(platform, x, weight, "a8"), 3, rtol=1e-6)
 
 
 @platforms

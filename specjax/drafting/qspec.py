@@ -86,9 +86,7 @@ class QSpec:
             keys = jax.vmap(lambda key: jax.random.split(key, passes), out_axes=1)(
                 state.round_keys(purpose=0)
             )
-        (_, after), drafted = lax.scan(
-            draft_one, (state.last_tokens, cache), keys, length=passes
-        )
+        (_, after), drafted = lax.scan(draft_one, (state.last_tokens, cache), keys, length=passes)
         tokens, distributions = jax.tree.map(
             lambda x: jnp.moveaxis(x, 0, 1)[:, : self.draft_length], drafted
         )
@@ -104,5 +102,6 @@ def _choose(
     """The next draft of each row, and the distribution it was drawn from. logits: f32[B, V]."""
     if state.sampling is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+    assert keys is not None
     distribution = probabilities(logits, state.sampling)
     return draw(keys, distribution), distribution
