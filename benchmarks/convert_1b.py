@@ -141,7 +141,8 @@ def kill_runs(source: Path, out: Path, runs: int, seconds: float) -> dict[str, i
         shutil.rmtree(out, ignore_errors=True)
         process = start(source, out)
         try:
-            process.wait(moments.uniform(0, 1.1 * seconds))
+            if process.wait(moments.uniform(0, 1.1 * seconds)):
+                raise SystemExit("a conversion failed before it was killed")
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()

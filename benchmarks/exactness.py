@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +40,8 @@ def main() -> int:
     for batch in options.batch:
         rows += _compare(params, prompts, batch, options)
     print(table(rows, COLUMNS))
-    write(options.json, [{"model": options.model, **row} for row in rows])
+    label = options.label or Path(options.model).name
+    write(options.json, [{"model": label, **row} for row in rows])
     different = sum(row["prompts"] - row["identical"] for row in rows)
     print(f"\n{sum(row['prompts'] for row in rows)} outputs compared, {different} differ")
     return 1 if different else 0
@@ -49,6 +51,7 @@ def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
     add("--model", default="tiny", help="a model that ships, or a directory")
+    add("--label", help="the model's name in the result")
     add("--own-prompts", action="store_true", help="prompts sampled from the model itself")
     add("--prompts", type=int, default=36, help="prompts per kind")
     add("--max-prompt", type=int, default=192, help="tokens of a prompt that are used")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from pallas_kernels.formats import Int4Weight, Weight
@@ -187,7 +188,7 @@ def _fields(format_class: type[Int4Weight], *, static: bool) -> list[str]:
 
 def _restore_arrays(path: Path) -> dict[str, jax.Array]:
     """Every array under `path`, on the default device and not where its writer had it."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    here = jnp.zeros(()).sharding
     with _checkpointer() as checkpointer:
         found = checkpointer.metadata(path).item_metadata
         if found is None:

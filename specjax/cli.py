@@ -66,6 +66,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add("--quantization", choices=("rtn",), help="quantize the linear layers to 4 bits")
     add("--group-size", type=_group_size, default=128, help='32, 64, 128 or "none"')
     add("--lm-head", action="store_true", help="quantize the output head too")
+    add("--dtype", choices=("bfloat16", "float32"), help="of what stays unquantized")
     parser.set_defaults(run=_convert)
 
 
@@ -87,6 +88,7 @@ def _convert(options: argparse.Namespace) -> None:
         quantization=options.quantization,
         group_size=options.group_size,
         lm_head=options.lm_head,
+        dtype=options.dtype,
     )
 
 

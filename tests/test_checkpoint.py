@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
 import json
 import logging
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -66,18 +68,25 @@ def assert_same(left: Params, right: Params) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-MODELS = {
-    "float32": random_model(),
-    "bfloat16": random_model(BF16),
-    "tied": tied(random_model(BF16)),
-    "quantized": quantize(random_model(BF16), group_size=32),
-    "per channel, with head": quantize(tied(random_model()), group_size=None, lm_head=True),
-    "every bias and norm": quantize(with_everything(random_model())),
+MODELS: dict[str, Callable[[], Params]] = {
+    "float32": random_model,
+    "bfloat16": lambda: random_model(BF16),
+    "tied": lambda: tied(random_model(BF16)),
+    "quantized": lambda: quantize(random_model(BF16), group_size=32),
+    "per channel, with head": lambda: quantize(tied(random_model()), group_size=None, lm_head=True),
+    "every bias and norm": lambda: quantize(with_everything(random_model())),
 }
 
 
+@functools.cache
+def model(name: str) -> Params:
+    """One of MODELS, made when first asked for."""
+    return MODELS[name]()
+
+
 @contextlib.contextmanager
-def no_warnings(caplog: pytest.LogCaptureFixture):
+def no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails if the block warns or logs a warning."""
     caplog.clear()
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
@@ -89,14 +98,14 @@ def no_warnings(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with no_warnings(caplog):
-        checkpoint.save(MODELS[name], tmp_path / "out")
-        assert_same(checkpoint.load(tmp_path / "out"), MODELS[name])
+        checkpoint.save(model(name), tmp_path / "out")
+        assert_same(checkpoint.load(tmp_path / "out"), model(name))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # Values that arithmetic would change come back too: NaN with its payload, infinities, -0.
 def test_round_trip_of_bits(tmp_path: Path) -> None:
-    params = MODELS["bfloat16"]
+    params = model("bfloat16")
     bits = np.arange(96 * 64, dtype=np.uint16).reshape(96, 64) * 11
     embedding = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.bfloat16)
     params = dataclasses.replace(params, embedding=embedding)
@@ -132,14 +141,14 @@ def test_tokenizer_files_are_copied(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("tokenizer.json", "generation_config.json", "model.safetensors"):
         (source / name).write_text(name)
-    checkpoint.save(MODELS["tied"], tmp_path / "out", tokenizer_dir=source)
+    checkpoint.save(model("tied"), tmp_path / "out", tokenizer_dir=source)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "weights", "tokenizer.json", "generation_config.json"}
 
 
 def test_newer_version_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    checkpoint.save(MODELS["tied"], out)
+    checkpoint.save(model("tied"), out)
     description = json.loads((out / "config.json").read_text())
     newer = {"specjax_format": description["specjax_format"] + 1, "shape": "unheard of"}
     (out / "config.json").write_text(json.dumps(newer))
@@ -162,7 +171,7 @@ def test_load_refusals(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["all weights", "one file", "half a file"])
 def test_damaged_weights_are_one_sentence(tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
-    checkpoint.save(MODELS["float32"], out)
+    checkpoint.save(model("float32"), out)
     largest = max((out / "weights").rglob("*"), key=lambda path: path.stat().st_size)
     if damage == "all weights":
         shutil.rmtree(out / "weights")
@@ -180,15 +189,15 @@ def test_damaged_weights_are_one_sentence(tmp_path: Path, damage: str) -> None:
 def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
     other = tmp_path / "notes"
     other.mkdir()
-    checkpoint.save(MODELS["tied"], other)
-    checkpoint.save(MODELS["float32"], other)
-    assert_same(checkpoint.load(other), MODELS["float32"])
+    checkpoint.save(model("tied"), other)
+    checkpoint.save(model("float32"), other)
+    assert_same(checkpoint.load(other), model("float32"))
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "diary.txt").write_text("dear diary")
     for path in (kept, kept / "diary.txt"):
         with pytest.raises(ValueError, match="exists and is no specjax checkpoint"):
-            checkpoint.save(MODELS["tied"], path)
+            checkpoint.save(model("tied"), path)
     assert (kept / "diary.txt").read_text() == "dear diary"
 
 
@@ -196,7 +205,7 @@ def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("full", ["before", "while writing"])
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     out = tmp_path / "out"
-    checkpoint.save(MODELS["tied"], out)
+    checkpoint.save(model("tied"), out)
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -207,22 +216,22 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -
     else:
         monkeypatch.setattr(checkpoint, "_describe", fail)
     with pytest.raises(OSError, match=r"^the disk is full: .*/out was not written") as failure:
-        checkpoint.save(MODELS["float32"], out)
+        checkpoint.save(model("float32"), out)
     assert failure.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert_same(checkpoint.load(out), MODELS["tied"])
+    assert_same(checkpoint.load(out), model("tied"))
 
 
 # Without an exchange of names there is a moment when only the backup exists; it is brought back.
 def test_recovery_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(atomic_directory, "_exchange", lambda *_: False)
-    checkpoint.save(MODELS["tied"], out)
-    checkpoint.save(MODELS["float32"], out)
-    assert_same(checkpoint.load(out), MODELS["float32"])
+    checkpoint.save(model("tied"), out)
+    checkpoint.save(model("float32"), out)
+    assert_same(checkpoint.load(out), model("float32"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     out.rename(tmp_path / ".out.old")
-    assert_same(checkpoint.load(out), MODELS["float32"])
+    assert_same(checkpoint.load(out), model("float32"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -271,7 +280,6 @@ class Converter:
 
 
 # Whenever a conversion is killed, its output is the old checkpoint whole, the new one, or none.
-@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     converter = Converter(write_model(tmp_path / "source"), tmp_path / "out")
     writing = converter.run()
@@ -280,12 +288,12 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     moments = random.Random(0)
     for replaces in (False, True, True, False, True, True):
         if replaces:
-            checkpoint.save(MODELS["tied"], converter.out)
+            checkpoint.save(model("tied"), converter.out)
         converter.run(moments.uniform(0, 1.2) * writing)
         if replaces or converter.out.exists():
             found = checkpoint.load(converter.out)
-            old = found.config == MODELS["tied"].config
-            assert_same(found, MODELS["tied"] if old else new)
+            old = found.config == model("tied").config
+            assert_same(found, model("tied") if old else new)
         shutil.rmtree(converter.out, ignore_errors=True)
     converter.run()
     assert_same(checkpoint.load(converter.out), new)

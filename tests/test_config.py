@@ -241,6 +241,14 @@ def test_refusals_are_one_sentence(tmp_path: Path, changes: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
+    "changes", [{"rope_scaling": "yarn"}, {"eos_token_id": "2"}, {"rms_norm_eps": None}]
+)
+def test_wrong_types_are_one_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: a field has a value of the wrong type: "):
+        read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is no valid JSON: "), ("[1]", "must hold a JSON object, got list")],
 )

@@ -1,0 +1,101 @@
+"""Makes the tables and the picture of docs/measurements.md from benchmarks/results/*.json.
+
+python -m benchmarks.report
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, table
+
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    parts = ["# Measurements\n\nMade by `python -m benchmarks.report` from `benchmarks/results/`."]
+    for title, name, section in SECTIONS:
+        files = sorted(RESULTS.glob(f"{name}*.json"))
+        if files:
+            documents = [json.loads(file.read_text()) for file in files]
+            parts.append(f"## {title}\n\n{_where(documents[0]['environment'], name)}")
+            parts.append(section([row for document in documents for row in document["rows"]]))
+    (DOCS / "measurements.md").write_text("\n\n".join(parts) + "\n")
+
+
+def _where(environment: dict[str, Any], name: str) -> str:
+    return (
+        f"`python -m benchmarks.{name}` on {environment['processor']}, {environment['cores']} "
+        f"cores; Python {environment['python']}, jax {environment['jax']}, commit "
+        f"{environment['commit']}."
+    )
+
+
+def _exactness(rows: Rows) -> str:
+    compared = sum(row["prompts"] for row in rows)
+    identical = sum(row["identical"] for row in rows)
+    parts = [f"{compared} outputs compared with plain decoding's, **{identical} identical**."]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        chosen = [row for row in rows if row["model"] == model and row["batch"] == 8]
+        _picture([row for row in chosen if row["overwrite"]], DOCS / f"acceptance-{model}.png")
+        parts.append(f"### {model}\n\n![acceptance](acceptance-{model}.png)")
+        parts.append(
+            "Probability that a draft is kept given that those before it were, and (in brackets) "
+            "the share of all drafts that are kept; *apart*: without overwriting the draft's cache "
+            "entries."
+        )
+        parts.append(_acceptance_table(chosen))
+    return "\n\n".join(parts)
+
+
+def _acceptance_table(rows: Rows) -> str:
+    """One line per kind, activation and cache; one column per draft length."""
+    lines: dict[tuple[str, str, bool], dict[str, Any]] = {}
+    for row in rows:
+        key = row["kind"], row["activation"], row["overwrite"]
+        cache = "overwritten" if row["overwrite"] else "apart"
+        line = lines.setdefault(key, {"text": key[0], "draft": key[1], "cache": cache})
+        shown = f"{row['token_acceptance']:.3f} ({row['acceptance_rate']:.2f})"
+        line[str(row["draft_length"])] = shown
+    return table(list(lines.values()), list(next(iter(lines.values()))))
+
+
+def _picture(rows: Rows, path: Path) -> None:
+    """Share of drafts kept against draft length, one line per kind and activation."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for activation, style in (("a8", "-"), ("a4", "--")):
+            chosen = [r for r in rows if r["kind"] == kind and r["activation"] == activation]
+            axes.plot(
+                [row["draft_length"] for row in chosen],
+                [row["acceptance_rate"] for row in chosen],
+                style, marker="o", markersize=3, label=f"{kind}, {activation}",
+            )  # fmt: skip
+    axes.set(xlabel="draft length", ylabel="drafts accepted", ylim=(0, 1.02))
+    axes.legend(fontsize=8, ncols=2)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _plain(rows: Rows) -> str:
+    return table(rows, list(rows[0]))
+
+
+SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
+    ("Exactness and acceptance", "exactness", _exactness),
+    ("Memory, and time against the cache's capacity", "footprint", _plain),
+    ("Speed beside plain decoding", "speed", _plain),
+    ("Layers unrolled or scanned", "layers", _plain),
+    ("Conversion of a billion parameters", "convert_1b", _plain),
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checkpoints in and out: reading other people's formats, quantizing, converting, training."""

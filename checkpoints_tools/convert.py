@@ -1,0 +1,117 @@
+"""From a Hugging Face directory to the library's own checkpoint, quantized on the way.
+
+The source is read one tensor at a time and each is quantized before the next is read, so that the
+whole needs the memory of the quantized model and one shard, not of the original.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import psutil
+from tqdm import tqdm
+
+from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
+from checkpoints_tools.quantize import check_options, quantize_each, quantized_config
+from pallas_kernels.formats import Weight
+from specjax import checkpoint
+from specjax.config import ModelConfig
+from specjax.params import Params
+from specjax.weight_names import params_from_weights
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    quantization: str | None = None,
+    group_size: int | None = 128,
+    lm_head: bool = False,
+    dtype: str | None = None,
+    progress: bool = True,
+) -> None:
+    """Writes the checkpoint `out` from the Hugging Face directory `source`.
+
+    A process killed at any moment leaves `out` as it was.
+
+    Args:
+      source: a directory with config.json and safetensors.
+      out: the directory to make, or a specjax checkpoint to replace.
+      quantization: None to keep the weights as they are, or "rtn". Weights are quantized from the
+        precision in which `source` has them.
+      group_size: inputs per scale: 32, 64, 128 or None (one scale per output).
+      lm_head: quantize the output projection too.
+      dtype: of what is not quantized and of the activations, "bfloat16" or "float32"; None for what
+        `source` says (bfloat16 for a model in float16).
+      progress: show a bar with the tensors and bytes read and the memory in use.
+
+    Raises:
+      FileNotFoundError: `source` or a part of it is missing.
+      ValueError: `source` is no model that can be read, `out` is something else than a checkpoint,
+        or an option is unknown.
+      OSError: `out` cannot be written, for instance because the disk is full.
+    """
+    checkpoint.check_target(out)
+    if quantization is not None:
+        check_options(quantization, group_size)
+    elif lm_head:
+        raise ValueError("lm_head=True needs a quantization, got None")
+    original = open_checkpoint(source)
+    weights: Iterator[tuple[str, Weight]] = (
+        _with_progress(original) if progress else original.weights()
+    )
+    config = original.config
+    if quantization is not None:
+        weights = quantize_each(
+            weights, config, method=quantization, group_size=group_size, lm_head=lm_head
+        )
+        config = quantized_config(config, lm_head)
+    params = collect(weights, config, dtype)
+    checkpoint.save(params, out, tokenizer_dir=Path(source))
+
+
+def collect(
+    weights: Iterator[tuple[str, Weight]], config: ModelConfig, dtype: str | None
+) -> Params:
+    """The model made of `weights`, those that are plain arrays rounded to the model's dtype.
+
+    Args:
+      weights: names and weights, all that `config` asks for.
+      config: of the model.
+      dtype: replaces the dtype of `config` unless it is None.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: `dtype` is not supported, or from `weights`.
+    """
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    held = {
+        name: weight.astype(config.dtype) if isinstance(weight, jax.Array) else weight
+        for name, weight in weights
+    }
+    return params_from_weights(config, held)
+
+
+def _with_progress(original: Checkpoint) -> Iterator[tuple[str, jax.Array]]:
+    process = psutil.Process()
+    read = 0
+    with tqdm(total=len(original.tensors), unit="tensor") as bar:
+        for name, weight in original.weights():
+            yield name, weight
+            read += original.tensors[name].nbytes
+            bar.set_postfix_str(
+                f"read {_gigabytes(read)}, memory {_gigabytes(process.memory_info().rss)}",
+                refresh=False,
+            )
+            bar.update()
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"

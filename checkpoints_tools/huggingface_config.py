@@ -1,0 +1,261 @@
+"""Hugging Face's config.json as a `ModelConfig`.
+
+The four families differ in few fields, and each field has been written in more than one style: the
+old one (`rope_theta` and `rope_scaling`, `torch_dtype`) and that of transformers 5
+(`rope_parameters`, `dtype`, `layer_types`). Absent fields mean what they mean to transformers.
+What the library cannot compute is refused here, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specjax.config import ModelConfig, RopeScaling
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+QWEN3_HEAD_DIM = 128
+QWEN_MAX_WINDOW_LAYERS = 28
+
+Fields = Mapping[str, Any]
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Reads config.json and, for the tokens that end a text, generation_config.json.
+
+    A model in float16 is given dtype bfloat16, which has its size and runs everywhere but keeps 8
+    of its 11 significant bits; ask for float32 where that matters. Without a dtype it is float32.
+
+    Args:
+      path: the model's directory.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      FileNotFoundError: there is no config.json.
+      ValueError: it is no JSON, lacks a field, or asks for something that is not supported.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} has no config.json")
+    fields = _read_json(file)
+    generation = path / "generation_config.json"
+    try:
+        return _config(fields, _read_json(generation) if generation.is_file() else {})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: a field has a value of the wrong type: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def _config(fields: Fields, generation: Fields) -> ModelConfig:
+    family = _family(fields)
+    _refuse_unsupported(fields)
+    heads = _integer(fields, "num_attention_heads")
+    width = _integer(fields, "hidden_size")
+    head_dim = QWEN3_HEAD_DIM if family == "qwen3" else width // heads
+    theta, scaling = _rope(fields)
+    window, sliding_layers = _sliding(fields, family)
+    attention_bias = family in ("llama", "qwen3") and bool(fields.get("attention_bias"))
+    return ModelConfig(
+        vocab_size=_integer(fields, "vocab_size"),
+        hidden_size=width,
+        intermediate_size=_integer(fields, "intermediate_size"),
+        num_layers=_integer(fields, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_integer(fields, "num_key_value_heads", heads),
+        head_dim=_integer(fields, "head_dim", head_dim),
+        model_type=family,
+        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=_integer(fields, "max_position_embeddings"),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=family == "llama" and bool(fields.get("mlp_bias")),
+        qk_norm=family == "qwen3",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        dtype=_dtype(fields),
+        **_tokens(fields, generation),
+    )
+
+
+def _integer(fields: Fields, name: str, default: int | None = None) -> int:
+    """A positive integer; absent and null both mean `default`, if there is one."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"the field {name!r} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _family(fields: Fields) -> str:
+    """The family by `architectures`, or by `model_type` where that is absent."""
+    supported = f"supported: {', '.join(FAMILIES)}"
+    names = fields.get("architectures")
+    if names:
+        if names[0] not in FAMILIES:
+            raise ValueError(f"architecture {names[0]!r} is not supported; {supported}")
+        return FAMILIES[names[0]]
+    if fields.get("model_type") not in FAMILIES.values():
+        raise ValueError(f"architectures is missing and model_type does not tell; {supported}")
+    return fields["model_type"]
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if fields.get("quantization_config") is not None:
+        method = fields["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(
+            f"quantization_config: the weights are quantized already (method {method!r}); "
+            "accepted are weights in bfloat16, float16 or float32"
+        )
+    if fields.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {fields['hidden_act']!r} is not supported; supported: silu")
+
+
+def _dtype(fields: Fields) -> str:
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """The base of the rotary frequencies and how they are stretched."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("rope_parameters per layer type are not supported; accepted: one for all")
+    rotary = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if rotary not in (None, 1):
+        raise ValueError(f"partial_rotary_factor must be 1, got {rotary}")
+    theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    return theta, None if kind == "default" else _rope_scaling(kind, rope, fields)
+
+
+def _rope_scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
+    def required(name: str) -> float:
+        if not isinstance(rope.get(name), int | float):
+            raise ValueError(f"rope_type {kind!r} needs a number in {name}, got {rope.get(name)!r}")
+        return float(rope[name])
+
+    if kind == "linear":
+        return RopeScaling(kind, required("factor"))
+    positions = _integer(fields, "max_position_embeddings")
+    context = _integer(rope, "original_max_position_embeddings", positions)
+    context = _integer(fields, "original_max_position_embeddings", context)
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            required("factor"),
+            context,
+            low_freq_factor=required("low_freq_factor"),
+            high_freq_factor=required("high_freq_factor"),
+        )
+    factor = positions / context if rope.get("factor") is None else required("factor")
+    return RopeScaling(
+        kind,
+        factor,
+        context,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        attention_factor=_yarn_attention_factor(rope, factor),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float | None:
+    """As given, or from DeepSeek's two fields, or None for the paper's 0.1 · ln(factor) + 1."""
+    given = rope.get("attention_factor")
+    scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if given is not None or not (scale and scale_all):
+        return given
+    logarithm = math.log(max(factor, 1.0))
+    return (0.1 * scale * logarithm + 1.0) / (0.1 * scale_all * logarithm + 1.0)
+
+
+def _sliding(fields: Fields, family: str) -> tuple[int | None, tuple[int, ...] | None]:
+    """The window and the layers that have it (None for all), as `ModelConfig` names them."""
+    has_window = family == "mistral" or (
+        family in ("qwen2", "qwen3") and bool(fields.get("use_sliding_window", False))
+    )
+    window = fields.get("sliding_window", 4096) if has_window else None
+    kinds = _layer_types(fields, family, window)
+    layers = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
+    if layers and window is None:
+        raise ValueError("layer_types name sliding_attention, but sliding_window is not in use")
+    if not layers:
+        return None, None
+    return _integer(fields, "sliding_window", 4096), None if len(layers) == len(kinds) else layers
+
+
+def _layer_types(fields: Fields, family: str, window: int | None) -> list[str]:
+    count = _integer(fields, "num_hidden_layers")
+    first = 0
+    if family in ("qwen2", "qwen3"):
+        first = fields.get("max_window_layers", QWEN_MAX_WINDOW_LAYERS)
+    implied = [
+        "sliding_attention" if window is not None and index >= first else "full_attention"
+        for index in range(count)
+    ]
+    kinds = fields.get("layer_types") or implied
+    if len(kinds) != count:
+        raise ValueError(f"layer_types must have {count} entries, got {len(kinds)}")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"layer_types {', '.join(sorted(map(repr, unknown)))} are not supported; "
+            "supported: full_attention, sliding_attention"
+        )
+    if family in ("llama", "mistral") and kinds != implied:
+        raise ValueError(f"layer_types of the {family} family must all be {implied[0]!r}")
+    return kinds
+
+
+def _tokens(fields: Fields, generation: Fields) -> dict[str, Any]:
+    """The tokens that end, pad and begin a text; generation_config.json has the last word."""
+
+    def ids(name: str) -> tuple[int, ...]:
+        value = generation.get(name, fields.get(name))
+        if value is None:
+            value = fields.get(name)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (value,)
+
+    stop = ids("eos_token_id")
+    # Some checkpoints pad with -1 or with a token that was never in the vocabulary.
+    padding = [token for token in ids("pad_token_id") if 0 <= token < fields["vocab_size"]]
+    return {
+        "stop_tokens": stop,
+        "pad_id": (*padding, *stop, 0)[0],
+        "bos_id": (*ids("bos_token_id"), None)[0],
+    }

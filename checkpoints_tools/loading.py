@@ -1,0 +1,76 @@
+"""`load` and `load_tokenizer`: one door to every place a model can come from.
+
+A source is the name of a model that ships with the library, a directory made by `convert`, or a
+Hugging Face directory, which is read as it is. A name goes before a directory of the same name.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from pathlib import Path
+
+from checkpoints_tools.convert import collect
+from checkpoints_tools.huggingface import open_checkpoint
+from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
+from specjax import checkpoint
+from specjax.params import Params
+
+SHIPPED = ("tiny", "tiny-16bit")
+SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"
+
+
+def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> Params:
+    """Loads a model.
+
+    Args:
+      source: "tiny" (4-bit) or "tiny-16bit", a directory made by `convert`, or a Hugging Face one.
+      dtype: of a Hugging Face model's weights and activations, "bfloat16" or "float32"; None for
+        what its config.json says (bfloat16 for a model in float16). Other sources fix it.
+
+    Returns:
+      The model.
+
+    Raises:
+      FileNotFoundError: the source or a part of it is missing.
+      ValueError: it is no model that can be read, or `dtype` does not suit it.
+    """
+    path = locate(source)
+    if not checkpoint.is_checkpoint(path):
+        original = open_checkpoint(path)
+        return collect(original.weights(), original.config, dtype)
+    params = checkpoint.load(path)
+    if dtype not in (None, params.config.dtype):
+        raise ValueError(
+            f"dtype: {path} was converted with {params.config.dtype}, got {dtype!r}; "
+            "convert it again with the other dtype"
+        )
+    return params
+
+
+def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
+    """Loads the tokenizer of a model.
+
+    Args:
+      source: as for `load`.
+
+    Returns:
+      Its tokenizer.
+
+    Raises:
+      FileNotFoundError: the source is missing or has no tokenizer.
+      ValueError: the tokenizer cannot be read.
+    """
+    return read_tokenizer(locate(source))
+
+
+def locate(source: str | os.PathLike[str]) -> Path:
+    """The directory of a source. Raises FileNotFoundError if there is none."""
+    path = SHIPPED_PATH / source if source in SHIPPED else Path(source)
+    checkpoint.recover(path)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"no such directory: {path}; give a directory or a model that ships with specjax "
+            f"({', '.join(SHIPPED)})"
+        )
+    return path
