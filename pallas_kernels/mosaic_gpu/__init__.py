@@ -1,1 +1,3 @@
-from pallas_kernels.reference import matmul as matmul
+"""Matrix kernels for NVIDIA GPUs."""
+
+from pallas_kernels.mosaic_gpu.int4_matmul import matmul as matmul
