@@ -68,8 +68,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
-    if importlib.util.find_spec("sentencepiece") is None:
-        raise ValueError("this needs the package sentencepiece, which is not installed")
+    for package in ("sentencepiece", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"this needs {package}: pip install 'specjax[sentencepiece]'")
     import transformers  # here, because it takes seconds
 
     if (path / "tokenizer_config.json").is_file():

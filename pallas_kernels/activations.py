@@ -34,11 +34,14 @@ def quantize_activations(
       group_size: inputs per scale, None for one scale per token.
 
     Returns:
-      q: int8[M, K], and scales: f32[M, groups]. A group of zeros has scale zero.
+      q: int8[M, K], and scales: f32[M, groups]. A group of zeros, or of values
+      too small for a normal float32 scale, has scale zero.
     """
     m, k = x.shape
     groups = x.reshape(m, -1, group_size or k)
-    scales = jnp.max(jnp.abs(groups), axis=-1) / LEVELS[activation]
-    divisor = jnp.where(scales == 0, 1, scales)[:, :, None]
-    q = jnp.round(groups / divisor).astype(jnp.int8)
+    # Reciprocals are written out, because XLA makes them of some divisions and not of others.
+    scales = jnp.max(jnp.abs(groups), axis=-1) * (1 / LEVELS[activation])
+    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales)
+    inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
+    q = jnp.round(groups * inverse[:, :, None]).astype(jnp.int8)
     return q.reshape(m, k), scales

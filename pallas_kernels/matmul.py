@@ -8,13 +8,13 @@ from functools import partial
 import jax
 from jax import lax
 
-from pallas_kernels import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels import mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import check_activation
 from pallas_kernels.formats import Int4Weight, Weight
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.matmul,
-    "mosaic_gpu": mosaic_gpu.matmul,
+    "triton_gpu": triton_gpu.matmul,
     "mosaic_tpu": mosaic_tpu.matmul,
 }
 
@@ -57,7 +57,7 @@ def _by_platform(x: jax.Array, weight: Int4Weight, activation: str) -> jax.Array
     return lax.platform_dependent(
         x,
         weight,
-        cuda=partial(mosaic_gpu.matmul, activation=activation),
+        cuda=partial(triton_gpu.matmul, activation=activation),
         tpu=partial(mosaic_tpu.matmul, activation=activation),
         default=partial(reference.matmul, activation=activation),
     )

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels.matmul as door
-from pallas_kernels import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels import mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import ACTIVATIONS, quantize_activations
 from pallas_kernels.formats import (
     GROUP_SIZES,
@@ -26,7 +26,7 @@ from pallas_kernels.formats import (
     padded_inputs,
 )
 
-KERNELS = {"cuda": mosaic_gpu.matmul, "tpu": mosaic_tpu.matmul}
+KERNELS = {"cuda": triton_gpu.matmul, "tpu": mosaic_tpu.matmul}
 CUSTOM_CALLS = {"cuda": "custom_call @__gpu$xla.gpu.triton", "tpu": "custom_call @tpu_custom_call"}
 DEVICES = {
     "cuda": AbstractDevice("NVIDIA H200", 132, "gpu"),
@@ -58,10 +58,6 @@ CASES = [  # M, N, K, group size, scales, activation
     (40, 37, 2304, None, "bfloat16", "a8"),
 ]
 
-# Compiled, because the kernels' own are: XLA then divides by a reciprocal, which decides ties.
-quantize = jax.jit(quantize_activations, static_argnums=(1, 2))
-reference_matmul = jax.jit(reference.matmul, static_argnums=2)
-
 platforms = pytest.mark.parametrize("platform", KERNELS)
 
 
@@ -92,7 +88,7 @@ def represented(x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray
     if activation == "a16":
         return np.asarray(x, np.float64)
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, padded_inputs(k) - k)))
-    q, scales = quantize(x, activation, weight.group_size)
+    q, scales = quantize_activations(x, activation, weight.group_size)
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
 
@@ -109,7 +105,7 @@ def test_the_meaning_is_the_reference(platform: str, case: tuple) -> None:
     bound = np.abs(values) @ np.abs(w).T * 2.0**-20
     assert y.shape == (m, n) and y.dtype == np.float32
     assert np.all(np.abs(y - values @ w.T) <= bound)
-    assert np.all(np.abs(y - np.asarray(reference_matmul(x, weight, activation))) <= bound)
+    assert np.all(np.abs(y - np.asarray(reference.matmul(x, weight, activation))) <= bound)
 
 
 @platforms

@@ -36,8 +36,8 @@ def test_quantized_activations_by_the_equation(m, n, k, group_size, activation) 
     rounded = np.zeros((m, k))
     for begin in range(0, k, group_size or k):
         part = np.asarray(x[:, begin : begin + (group_size or k)])
-        scale = np.abs(part).max(axis=1, keepdims=True) / np.float32(LEVELS[activation])
-        rounded[:, begin : begin + part.shape[1]] = np.round(part / scale) * scale
+        scale = np.abs(part).max(axis=1, keepdims=True) * np.float32(1 / LEVELS[activation])
+        rounded[:, begin : begin + part.shape[1]] = np.round(part * (1 / scale)) * scale
     exact = rounded @ np.asarray(dequantize(weight), np.float64).T
     got = matmul(x, weight, activation)
     np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max())
@@ -54,6 +54,14 @@ def test_activation_scales_are_the_largest_magnitudes() -> None:
     error = np.abs(np.asarray(q).reshape(5, 2, 128) * np.asarray(scales)[..., None] - groups)
     assert (error <= np.asarray(scales)[..., None] * 0.5001).all()
     assert scales[2, 1] == 0 and not q[2, 128:].any()
+
+
+def test_quantization_is_the_same_compiled_and_not() -> None:
+    x = _normal(64, 896).at[0, 5].set(-3.5).at[0, 6].set(7.0)
+    for activation in ("a8", "a4"):
+        compiled = jax.jit(quantize_activations, static_argnums=(1, 2))(x, activation, None)
+        for ours, theirs in zip(quantize_activations(x, activation, None), compiled, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_integer_products_are_exact_for_one_scale_per_channel() -> None:

@@ -23,15 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.activations import check_activation, quantize_activations
-from pallas_kernels.formats import (
-    BLOCK,
-    PLANE,
-    SCALE_DTYPES,
-    Int4Weight,
-    check_group_size,
-    padded_inputs,
-)
+from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, padded_inputs
+from pallas_kernels.operands import check, multiplicands, product_dtype
 
 ROW_TILE = 32  # the rows of one int8 register
 COLUMN_TILE = 256
@@ -51,55 +44,15 @@ def matmul(
     Raises:
       ValueError: a shape or dtype that the kernel does not serve.
     """
-    _check(x, weight, activation)
+    check(x, weight, activation)
     m, n = x.shape[0], weight.shape[0]
     x = jnp.pad(x, ((0, -m % ROW_TILE), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, x_scales = _multiplicands(x, weight.group_size, activation)
+    values, x_scales = multiplicands(x, weight.group_size, activation)
     # A section is what one index of the scales serves: a block, or all inputs without groups.
     sections = 1 if weight.group_size is None else x.shape[1] // BLOCK
     x_scales = x_scales.reshape(x.shape[0], sections, -1).transpose(1, 0, 2)
     w_scales = weight.scales.astype(jnp.float32).reshape(n, sections, -1).transpose(1, 2, 0)
     return _call(values, weight.packed, x_scales, w_scales, weight.group_size, interpret)[:m]
-
-
-def _check(x: jax.Array, weight: Int4Weight, activation: str) -> None:
-    check_activation(activation)
-    if not isinstance(weight, Int4Weight):
-        raise ValueError(f"weight must be an Int4Weight, got {type(weight).__name__}")
-    n, k = weight.shape
-    if x.ndim != 2 or x.shape[1] != k or 0 in (x.shape[0], n, k):
-        raise ValueError(f"x of shape {x.shape} cannot be multiplied by a weight of {(n, k)}")
-    if x.dtype.name not in ("bfloat16", "float32"):
-        raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
-    _check_storage(weight)
-
-
-def _check_storage(weight: Int4Weight) -> None:
-    """Raises ValueError unless the arrays are what the format says: the kernel reads by it."""
-    check_group_size(weight.group_size)
-    n, k = weight.shape
-    inputs = padded_inputs(k)
-    groups = inputs // (weight.group_size or inputs)
-    packed, scales = weight.packed, weight.scales
-    if packed.shape != (n, inputs // 2) or packed.dtype.name != "uint8":
-        raise ValueError(
-            f"packed must be uint8{[n, inputs // 2]}, got {packed.dtype.name}{list(packed.shape)}"
-        )
-    if scales.shape != (n, groups) or scales.dtype.name not in SCALE_DTYPES:
-        raise ValueError(
-            f"scales must be {' or '.join(SCALE_DTYPES)}{[n, groups]}, "
-            f"got {scales.dtype.name}{list(scales.shape)}"
-        )
-
-
-def _multiplicands(
-    x: jax.Array, group_size: int | None, activation: str
-) -> tuple[jax.Array, jax.Array]:
-    """x: [M, K] -> what the matrix unit multiplies, int8 or bf16[M, K], and f32[M, groups]."""
-    if activation != "a16":
-        return quantize_activations(x.astype(jnp.float32), activation, group_size)
-    groups = x.shape[1] // (group_size or x.shape[1])
-    return x.astype(jnp.bfloat16), jnp.ones((x.shape[0], groups), jnp.float32)
 
 
 def _call(
@@ -144,13 +97,9 @@ def _in_specs(per_step: int, sections: int, groups: int) -> list[pl.BlockSpec]:
     ]
 
 
-def _product_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
-
-
 def _total_dtype(dtype: jnp.dtype, group_size: int | None) -> jnp.dtype:
     """Without groups the sum stays what the products are: one scale multiplies all of it."""
-    return _product_dtype(dtype) if group_size is None else jnp.dtype(jnp.float32)
+    return product_dtype(dtype) if group_size is None else jnp.dtype(jnp.float32)
 
 
 def _kernel(x, packed, x_scales, w_scales, y, total, *, blocks: int, group_size: int | None):
@@ -195,7 +144,7 @@ def _products(x, packed, block: jax.Array, group_size: int | None) -> Iterator[j
             weights.astype(x.dtype),
             _CONTRACT_LAST,
             precision=lax.Precision.DEFAULT,
-            preferred_element_type=_product_dtype(x.dtype),
+            preferred_element_type=product_dtype(x.dtype),
         )
 
 

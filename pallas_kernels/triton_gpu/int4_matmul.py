@@ -28,15 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.activations import check_activation, quantize_activations
-from pallas_kernels.formats import (
-    BLOCK,
-    PLANE,
-    SCALE_DTYPES,
-    Int4Weight,
-    check_group_size,
-    padded_inputs,
-)
+from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, padded_inputs
+from pallas_kernels.operands import check, multiplicands, product_dtype
 
 ROW_TILE = 16  # the narrowest product
 COLUMN_TILE = 64  # the weight is the left operand, and 64 of its rows fill Hopper's product
@@ -55,10 +48,10 @@ def matmul(
     Raises:
       ValueError: a shape or dtype that the kernel does not serve.
     """
-    _check(x, weight, activation)
+    check(x, weight, activation)
     m, n = x.shape[0], weight.shape[0]
     x = jnp.pad(x, ((0, -m % ROW_TILE), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, x_scales = _multiplicands(x, weight.group_size, activation)
+    values, x_scales = multiplicands(x, weight.group_size, activation)
     # The result is padded to whole tiles; the weight is not, since that would copy it.
     rows, columns = x.shape[0] // ROW_TILE, pl.cdiv(n, COLUMN_TILE)
     return pl.pallas_call(
@@ -75,46 +68,6 @@ def matmul(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
     )(values, weight.packed, x_scales, weight.scales)[:m, :n]
-
-
-def _check(x: jax.Array, weight: Int4Weight, activation: str) -> None:
-    check_activation(activation)
-    if not isinstance(weight, Int4Weight):
-        raise ValueError(f"weight must be an Int4Weight, got {type(weight).__name__}")
-    n, k = weight.shape
-    if x.ndim != 2 or x.shape[1] != k or 0 in (x.shape[0], n, k):
-        raise ValueError(f"x of shape {x.shape} cannot be multiplied by a weight of {(n, k)}")
-    if x.dtype.name not in ("bfloat16", "float32"):
-        raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
-    _check_storage(weight)
-
-
-def _check_storage(weight: Int4Weight) -> None:
-    """Raises ValueError unless the arrays are what the format says: the kernel reads by it."""
-    check_group_size(weight.group_size)
-    n, k = weight.shape
-    inputs = padded_inputs(k)
-    groups = inputs // (weight.group_size or inputs)
-    packed, scales = weight.packed, weight.scales
-    if packed.shape != (n, inputs // 2) or packed.dtype.name != "uint8":
-        raise ValueError(
-            f"packed must be uint8{[n, inputs // 2]}, got {packed.dtype.name}{list(packed.shape)}"
-        )
-    if scales.shape != (n, groups) or scales.dtype.name not in SCALE_DTYPES:
-        raise ValueError(
-            f"scales must be {' or '.join(SCALE_DTYPES)}{[n, groups]}, "
-            f"got {scales.dtype.name}{list(scales.shape)}"
-        )
-
-
-def _multiplicands(
-    x: jax.Array, group_size: int | None, activation: str
-) -> tuple[jax.Array, jax.Array]:
-    """x: [M, K] -> what the tensor cores multiply, int8 or bf16[M, K], and f32[M, groups]."""
-    if activation != "a16":
-        return quantize_activations(x.astype(jnp.float32), activation, group_size)
-    groups = x.shape[1] // (group_size or x.shape[1])
-    return x.astype(jnp.bfloat16), jnp.ones((x.shape[0], groups), jnp.float32)
 
 
 def _kernel(x, packed, x_scales, w_scales, y, *, n: int, group_size: int | None):
@@ -136,7 +89,7 @@ def _kernel(x, packed, x_scales, w_scales, y, *, n: int, group_size: int | None)
         return total
 
     # Without groups the sum stays what the products are: one scale multiplies all of it.
-    dtype = _product_dtype(x.dtype) if group_size is None else jnp.float32
+    dtype = product_dtype(x.dtype) if group_size is None else jnp.float32
     zeros = jnp.zeros((COLUMN_TILE, ROW_TILE), dtype)
     total = lax.fori_loop(0, packed.shape[1] // PLANE, add_block, zeros).astype(jnp.float32)
     if group_size is None:
@@ -159,12 +112,8 @@ def _products(
             x[:, pl.ds(block * BLOCK + k, width)],
             _CONTRACT_LAST,
             precision=lax.Precision.DEFAULT,
-            preferred_element_type=_product_dtype(x.dtype),
+            preferred_element_type=product_dtype(x.dtype),
         )
-
-
-def _product_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
 
 
 def _scale(x_scales, w_scales, group: jax.Array | int, inside: jax.Array) -> jax.Array:

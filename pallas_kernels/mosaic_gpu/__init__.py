@@ -1,3 +1,0 @@
-"""Matrix kernels for NVIDIA GPUs."""
-
-from pallas_kernels.mosaic_gpu.int4_matmul import matmul as matmul
