@@ -33,7 +33,7 @@ COLUMNS = (
 def main() -> int:
     options = _options()
     params = specjax.load(options.model)
-    if params.lm_head is None and isinstance(params.layers[0].q.weight, jax.Array):
+    if isinstance(params.layers[0].q.weight, jax.Array):
         params = specjax.quantize(params)
     prompts = _prompts(options, params)
     rows = []
