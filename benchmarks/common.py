@@ -65,13 +65,13 @@ def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table of some columns."""
+    """A Markdown table of some columns; a cell that a row lacks stays empty."""
 
     def cell(value: Any) -> str:
         return f"{value:.3f}" if isinstance(value, float) else str(value)
 
     lines = [columns, ["---"] * len(columns)]
-    lines += [[cell(row[name]) for name in columns] for row in rows]
+    lines += [[cell(row.get(name, "")) for name in columns] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -6,29 +6,27 @@ the quantized model plus one shard plus what the interpreter and JAX need anyway
 also converts N times more, kills each process at a random moment and checks that the output is
 whole or absent.
 
-    python benchmarks/convert_1b.py /tmp/convert_1b --json result.json --kill 20
+    python -m benchmarks.convert_1b /tmp/convert_1b --json result.json --kill 20
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.common import parser, table, write
 from checkpoints_tools.huggingface import their_name
 from checkpoints_tools.huggingface_config import read_config
 from specjax import checkpoint
@@ -109,11 +107,12 @@ def start(source: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def measure(source: Path, out: Path) -> dict[str, object]:
+def measure(source: Path, out: Path) -> dict[str, Any]:
     """One whole conversion: seconds, memory, and the bound that it should keep."""
     started = time.perf_counter()
     process = start(source, out)
     output, _ = process.communicate()
+    elapsed = time.perf_counter() - started
     if process.returncode:
         raise SystemExit("the conversion failed")
     seconds, baseline, peak = (float(value) for value in output.split())
@@ -122,7 +121,7 @@ def measure(source: Path, out: Path) -> dict[str, object]:
     bound = baseline + quantized + shard
     return {
         "convert_seconds": round(seconds, 2),
-        "process_seconds": round(time.perf_counter() - started, 2),
+        "process_seconds": round(elapsed, 2),
         "baseline_bytes": int(baseline),
         "quantized_bytes": quantized,
         "largest_shard_bytes": shard,
@@ -136,7 +135,7 @@ def measure(source: Path, out: Path) -> dict[str, object]:
 def kill_runs(source: Path, out: Path, runs: int, seconds: float) -> dict[str, int]:
     """Kills conversions at random moments. Raises if one leaves a part of a checkpoint."""
     moments = random.Random(0)
-    counts = {"absent": 0, "whole": 0}
+    counts = {"killed_absent": 0, "killed_whole": 0}
     for _ in range(runs):
         shutil.rmtree(out, ignore_errors=True)
         process = start(source, out)
@@ -148,7 +147,7 @@ def kill_runs(source: Path, out: Path, runs: int, seconds: float) -> dict[str, i
             process.wait()
         if out.exists():
             jax.block_until_ready(checkpoint.load(out))
-        counts["whole" if out.exists() else "absent"] += 1
+        counts["killed_whole" if out.exists() else "killed_absent"] += 1
     return counts
 
 
@@ -157,35 +156,22 @@ def leftovers(out: Path) -> list[Path]:
     return list(out.parent.glob(f".{out.name}.*"))
 
 
-def processor() -> str:
-    """The name of the CPU."""
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return found[1] if found else platform.processor()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="where to write; needs 5 GB")
-    parser.add_argument("--kill", type=int, default=0, metavar="N", help="conversions to kill")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
-    options = parser.parse_args()
+    parse = parser(__doc__)
+    parse.add_argument("folder", type=Path, help="where to write; needs 5 GB")
+    parse.add_argument("--kill", type=int, default=0, metavar="N", help="conversions to kill")
+    options = parse.parse_args()
     source, out = options.folder / "source", options.folder / "out"
     if not source.exists():
         write_source(source)
     shutil.rmtree(out, ignore_errors=True)
-    result: dict[str, object] = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-    }
-    result |= measure(source, out)
+    row = measure(source, out)
     if options.kill:
-        result["killed"] = kill_runs(source, out, options.kill, float(result["process_seconds"]))
+        row |= kill_runs(source, out, options.kill, row["process_seconds"])
         measure(source, out)
-        result["leftovers"] = len(leftovers(out))
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        row["leftovers"] = len(leftovers(out))
+    print(table([row], list(row)))
+    write(options.json, [row])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import specjax
 from benchmarks.common import pad, parser, table, text_prompts, write
+from pallas_kernels.formats import Int4Weight
 
 KINDS = ("arithmetic", "python", "prose")
 COLUMNS = (
@@ -33,7 +34,7 @@ COLUMNS = (
 def main() -> int:
     options = _options()
     params = specjax.load(options.model)
-    if isinstance(params.layers[0].q.weight, jax.Array):
+    if not isinstance(params.layers[0].q.weight, Int4Weight):
         params = specjax.quantize(params)
     prompts = _prompts(options, params)
     rows = []

@@ -23,7 +23,8 @@ def main() -> None:
         files = sorted(RESULTS.glob(f"{name}*.json"))
         if files:
             documents = [json.loads(file.read_text()) for file in files]
-            parts.append(f"## {title}\n\n{_where(documents[0]['environment'], name)}")
+            parts.append(f"## {title}")
+            parts += dict.fromkeys(_where(each["environment"], name) for each in documents)
             parts.append(section([row for document in documents for row in document["rows"]]))
     (DOCS / "measurements.md").write_text("\n\n".join(parts) + "\n")
 
@@ -41,9 +42,11 @@ def _exactness(rows: Rows) -> str:
     identical = sum(row["identical"] for row in rows)
     parts = [f"{compared} outputs compared with plain decoding's, **{identical} identical**."]
     for model in dict.fromkeys(row["model"] for row in rows):
-        chosen = [row for row in rows if row["model"] == model and row["batch"] == 8]
+        chosen = _largest_batch([row for row in rows if row["model"] == model])
         _picture([row for row in chosen if row["overwrite"]], DOCS / f"acceptance-{model}.png")
-        parts.append(f"### {model}\n\n![acceptance](acceptance-{model}.png)")
+        parts.append(
+            f"### {model}, batch {chosen[0]['batch']}\n\n![acceptance](acceptance-{model}.png)"
+        )
         parts.append(
             "Probability that a draft is kept given that those before it were, and (in brackets) "
             "the share of all drafts that are kept; *apart*: without overwriting the draft's cache "
@@ -51,6 +54,13 @@ def _exactness(rows: Rows) -> str:
         )
         parts.append(_acceptance_table(chosen))
     return "\n\n".join(parts)
+
+
+def _largest_batch(rows: Rows) -> Rows:
+    """The rows of the largest batch, by draft length."""
+    largest = max(row["batch"] for row in rows)
+    chosen = [row for row in rows if row["batch"] == largest]
+    return sorted(chosen, key=lambda row: row["draft_length"])
 
 
 def _acceptance_table(rows: Rows) -> str:
@@ -62,7 +72,7 @@ def _acceptance_table(rows: Rows) -> str:
         line = lines.setdefault(key, {"text": key[0], "draft": key[1], "cache": cache})
         shown = f"{row['token_acceptance']:.3f} ({row['acceptance_rate']:.2f})"
         line[str(row["draft_length"])] = shown
-    return table(list(lines.values()), list(next(iter(lines.values()))))
+    return _plain(list(lines.values()))
 
 
 def _picture(rows: Rows, path: Path) -> None:
@@ -73,11 +83,12 @@ def _picture(rows: Rows, path: Path) -> None:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         for activation, style in (("a8", "-"), ("a4", "--")):
             chosen = [r for r in rows if r["kind"] == kind and r["activation"] == activation]
-            axes.plot(
-                [row["draft_length"] for row in chosen],
-                [row["acceptance_rate"] for row in chosen],
-                style, marker="o", markersize=3, label=f"{kind}, {activation}",
-            )  # fmt: skip
+            if chosen:
+                axes.plot(
+                    [row["draft_length"] for row in chosen],
+                    [row["acceptance_rate"] for row in chosen],
+                    style, marker="o", markersize=3, label=f"{kind}, {activation}",
+                )  # fmt: skip
     axes.set(xlabel="draft length", ylabel="drafts accepted", ylim=(0, 1.02))
     axes.legend(fontsize=8, ncols=2)
     axes.grid(alpha=0.3)
@@ -86,7 +97,8 @@ def _picture(rows: Rows, path: Path) -> None:
 
 
 def _plain(rows: Rows) -> str:
-    return table(rows, list(rows[0]))
+    """All columns that any row has, in the order in which they appear."""
+    return table(rows, list(dict.fromkeys(name for row in rows for name in row)))
 
 
 SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (

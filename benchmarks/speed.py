@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def main() -> None:
         ids = [tokenizer.encode(text)[:128] for text in texts]
         rows += _measure(params, ids, options)
     print(table(rows, list(rows[0])))
-    write(options.json, [{"model": options.model, **row} for row in rows])
+    write(options.json, [{"model": Path(options.model).name, **row} for row in rows])
 
 
 def _measure(params: specjax.Params, ids: list[list[int]], options: Any) -> list[dict[str, Any]]:

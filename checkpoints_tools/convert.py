@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
 from checkpoints_tools.quantize import check_options, quantize_each, quantized_config
-from pallas_kernels.formats import Weight
+from pallas_kernels.formats import Weight, plain_weight
 from specjax import checkpoint
 from specjax.config import ModelConfig
 from specjax.params import Params
@@ -92,11 +92,15 @@ def collect(
     """
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    held = {
-        name: weight.astype(config.dtype) if isinstance(weight, jax.Array) else weight
-        for name, weight in weights
-    }
-    return params_from_weights(config, held)
+    return params_from_weights(config, {name: _held(w, config.dtype) for name, w in weights})
+
+
+def _held(weight: Weight, dtype: str) -> Weight:
+    """A weight as the model holds it: norms and biases as arrays, matrices as kernels read them."""
+    if not isinstance(weight, jax.Array):
+        return weight
+    rounded = weight.astype(dtype)
+    return plain_weight(rounded) if rounded.ndim == 2 else rounded
 
 
 def _with_progress(original: Checkpoint) -> Iterator[tuple[str, jax.Array]]:

@@ -179,5 +179,5 @@ def build_tokens(documents: dict[str, list[str]], vocabulary: int, cache: Path) 
     cache.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(cache / "tokenizer.json"))
     unfinished = cache / "tokens.unfinished.npz"
-    np.savez(unfinished, **arrays)
+    np.savez(unfinished, allow_pickle=False, **arrays)
     unfinished.rename(cache / "tokens.npz")

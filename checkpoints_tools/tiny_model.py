@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from checkpoints_tools.tiny_corpus import END_OF_TEXT
 
@@ -183,7 +183,8 @@ def export_hf(config: LlamaConfig, params: dict, tokenizer: Path, target: Path) 
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file(hf_tensors(params), fresh / "model.safetensors", metadata={"format": "pt"})
+    weights = save(hf_tensors(params), metadata={"format": "pt"})
+    (fresh / "model.safetensors").write_bytes(weights)
     shutil.copyfile(tokenizer, fresh / "tokenizer.json")
     documents = {
         "config.json": hf_config(config),

@@ -55,7 +55,49 @@ class Int4Weight:
         return self.packed.nbytes + self.scales.nbytes
 
 
-Weight = jax.Array | Int4Weight
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bfloat16Weight:
+    """A bfloat16 matrix, held as its bits: XLA:CPU would keep a float32 copy of a bfloat16 array.
+
+    bits: uint16[N, K].
+    """
+
+    bits: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): outputs, inputs."""
+        return self.bits.shape[0], self.bits.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.bits.nbytes
+
+
+Weight = jax.Array | Bfloat16Weight | Int4Weight
+
+
+def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
+    """An unquantized matrix in the form that kernels read. bf16 or f32[N, K]."""
+    if values.dtype != jnp.bfloat16:
+        return values
+    return Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
+
+
+def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
+    """The inverse of `plain_weight`."""
+    if isinstance(weight, Bfloat16Weight):
+        return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
+    return weight
+
+
+def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Array:
+    """Rows of an unquantized matrix, such as the embeddings of tokens. [...] -> [..., K]."""
+    if isinstance(weight, Bfloat16Weight):
+        return plain_values(Bfloat16Weight(weight.bits[indices]))
+    return weight[indices]
 
 
 def check_group_size(group_size: int | None) -> None:
@@ -102,7 +144,7 @@ def int4_from_integers(q: jax.Array, scales: jax.Array, group_size: int | None =
 def dequantize(weight: Weight) -> jax.Array:
     """The values a weight stands for, f32[N, K]; exact for 16-bit scales."""
     if not isinstance(weight, Int4Weight):
-        return weight.astype(jnp.float32)
+        return plain_values(weight).astype(jnp.float32)
     n, k = weight.shape
     q = unpack(weight.packed).astype(jnp.float32)
     groups = q.reshape(n, weight.scales.shape[1], -1)

@@ -27,7 +27,7 @@ def matmul(
 
     Args:
       x: bf16 or f32[..., K].
-      weight: `Int4Weight` of shape (N, K), or a plain bf16 or f32[N, K].
+      weight: `Int4Weight` or `Bfloat16Weight` of shape (N, K), or a plain bf16 or f32[N, K].
       activation: "a16" (the weight dequantized, x as it is), "a8" or "a4" (x quantized per token
         and group, integer products). A plain weight takes "a16" only.
       implementation: None for the platform's best, or one of `IMPLEMENTATIONS`.
@@ -70,7 +70,7 @@ def _check(x: jax.Array, weight: Weight, activation: str, implementation: str | 
         raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
     if activation != "a16" and not isinstance(weight, Int4Weight):
         raise ValueError(
-            f"activation {activation!r} needs an Int4Weight, got a {weight.dtype.name} array"
+            f"activation {activation!r} needs an Int4Weight, got {type(weight).__name__}"
         )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(

@@ -53,18 +53,23 @@ def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
 def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> jax.Array:
     """`product` with OUTPUT_CHUNK outputs of the weight at a time, side by side: f32[M, N].
 
-    Never one chunk: XLA takes a loop of one iteration apart.
+    The last chunk overlaps the one before it, because padding would copy the weight. There are at
+    least two chunks where there are two outputs: XLA takes a loop of one iteration apart.
     """
     n = weight.shape[0]
     chunk = min(OUTPUT_CHUNK, -(-n // 2))
     chunks = -(-n // chunk)
 
-    def split(leaf: jax.Array) -> jax.Array:
-        padded = jnp.pad(leaf, ((0, chunks * chunk - n), (0, 0)))
-        return padded.reshape(chunks, chunk, -1)
+    def part(start: jax.Array) -> jax.Array:
+        def rows(leaf: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(leaf, start, chunk)
 
-    parts = lax.map(product, jax.tree.map(split, weight))  # [chunks, M, chunk]
-    return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)[:, :n]
+        return product(jax.tree.map(rows, weight))
+
+    parts = lax.map(part, jnp.minimum(jnp.arange(chunks) * chunk, n - chunk))
+    parts = jnp.moveaxis(parts, 0, 1)  # [M, chunks, chunk]
+    whole = parts[:, :-1].reshape(parts.shape[0], -1)
+    return jnp.concatenate((whole, parts[:, -1, chunks * chunk - n :]), axis=1)
 
 
 def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from checkpoints_tools.convert import convert
     from checkpoints_tools.loading import load, load_tokenizer
     from checkpoints_tools.quantize import quantize
+    from specjax.checkpoint import save
 
 __version__ = "0.1.0"
 
@@ -34,15 +35,17 @@ __all__ = [
     "load",
     "load_tokenizer",
     "quantize",
+    "save",
     "stream",
 ]
 
-# Found when first used: they stand on this package, and need libraries that decoding does not.
+# Found when first used: most stand on this package, and need libraries that decoding does not.
 _TOOLS = {
     "convert": "checkpoints_tools.convert",
     "load": "checkpoints_tools.loading",
     "load_tokenizer": "checkpoints_tools.loading",
     "quantize": "checkpoints_tools.quantize",
+    "save": "specjax.checkpoint",
 }
 
 
@@ -50,3 +53,7 @@ def __getattr__(name: str) -> Any:
     if name not in _TOOLS:
         raise AttributeError(f"module 'specjax' has no attribute {name!r}")
     return getattr(import_module(_TOOLS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_TOOLS})

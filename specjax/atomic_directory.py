@@ -42,9 +42,7 @@ def replacing(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     _remove_abandoned(target)
-    temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}"
-    temporary.mkdir()
-    lock = _try_lock(temporary)
+    temporary, lock = _make_temporary(target)
     try:
         yield temporary
         _take_place(temporary, target)
@@ -55,41 +53,60 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Brings the old directory back if a process was killed between the two renames."""
+    """Brings the old directory back if a process was killed between the two renames.
+
+    Safe where one only reads: nothing is ever removed, and nothing moved while `target` exists.
+    """
     target = target.resolve()
-    backup = _backup(target)
-    if not backup.exists():
-        return
-    if target.exists():
-        shutil.rmtree(backup, ignore_errors=True)
-    else:
-        backup.rename(target)
+    if not target.exists() and _backup(target).is_dir():
+        with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            _backup(target).rename(target)
 
 
 def _backup(target: Path) -> Path:
-    return target.parent / f".{target.name}.old"
+    return target.parent / f".{target.name}.specjax-backup"
 
 
 def _remove_abandoned(target: Path) -> None:
+    """Removes what killed processes left: a backup beside the target, directories in the making."""
+    if target.exists():
+        shutil.rmtree(_backup(target), ignore_errors=True)
     for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
-        lock = _try_lock(path)
+        with contextlib.suppress(OSError):  # without locks nobody can tell whether it is abandoned
+            lock = _try_lock(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _make_temporary(target: Path) -> tuple[Path, int | None]:
+    """A new directory and the descriptor that locks it, None where there are no locks."""
+    while True:
+        path = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}"
+        path.mkdir()
+        try:
+            lock = _try_lock(path)
+        except OSError:
+            return path, None
         if lock is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
+            return path, lock
+        # else another process took it for abandoned before it was locked, and removes it
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None if another has it or the file system knows none."""
-    try:
+    """A descriptor that holds the lock; None if another has it or has removed the directory.
+
+    Raises:
+      OSError: it cannot be locked at all, as on file systems without locks.
+    """
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
+        stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if path.exists():
+            stack.pop_all()
+            return descriptor
+    return None
 
 
 def _take_place(new: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from pallas_kernels.formats import Int4Weight, Weight
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
 from specjax.atomic_directory import recover, replacing
 from specjax.config import ModelConfig
 from specjax.params import Params
@@ -34,7 +34,7 @@ from specjax.weight_names import named_weights, params_from_weights, weight_shap
 
 FORMAT_VERSION = 1
 VERSION_FIELD = "specjax_format"
-FORMATS = {"int4": Int4Weight}
+FORMATS = {"bfloat16": Bfloat16Weight, "int4": Int4Weight}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -139,9 +139,12 @@ def read_description(path: Path) -> dict[str, Any]:
     if not is_checkpoint(path):
         raise ValueError(f"{path} is no specjax checkpoint: its config.json does not say so")
     description = json.loads((path / "config.json").read_text())
-    if description[VERSION_FIELD] > FORMAT_VERSION:
+    version = description[VERSION_FIELD]
+    if not isinstance(version, int):
+        raise ValueError(f"config.json of {path} is damaged: {VERSION_FIELD} is {version!r}")
+    if version > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has checkpoint format {description[VERSION_FIELD]}; this version of specjax "
+            f"{path} has checkpoint format {version}; this version of specjax "
             f"reads formats up to {FORMAT_VERSION}: upgrade specjax"
         )
     return description
@@ -181,7 +184,7 @@ def _weight(
     return format_class(**fields)
 
 
-def _fields(format_class: type[Int4Weight], *, static: bool) -> list[str]:
+def _fields(format_class: type[Any], *, static: bool) -> list[str]:
     fields = dataclasses.fields(format_class)
     return [f.name for f in fields if bool(f.metadata.get("static")) == static]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -71,7 +72,10 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _group_size(text: str) -> int | None:
-    return None if text == "none" else int(text)
+    sizes = {"none": None, "32": 32, "64": 64, "128": 128}
+    if text not in sizes:
+        raise argparse.ArgumentTypeError(f"must be 32, 64, 128 or none, got {text!r}")
+    return sizes[text]
 
 
 def _enable_compilation_cache() -> None:
@@ -97,35 +101,45 @@ def _generate(options: argparse.Namespace) -> None:
     tokenizer = specjax.load_tokenizer(options.model)
     if options.quantize:
         params = specjax.quantize(params, options.quantize, group_size=options.group_size)
+    drafter = _drafter(options, params)
     prompt = tokenizer.encode(options.text)
     sampling = _sampling(options)
+    first = begun = time.perf_counter()
     rounds = stream(
         params,
         prompt,
         max_new_tokens=options.max_new_tokens,
-        drafter=_drafter(options),
+        drafter=drafter,
         sampling=sampling,
         key=jax.random.key(options.seed) if sampling else None,
     )
-    show = _Trace(tokenizer) if options.trace else _Plain(tokenizer, prompt)
+    show = (_Trace if options.trace else _Plain)(TextStream(tokenizer, prompt))
     seen: list[Round] = []
     print(options.text, end="", flush=True)
-    first = begun = time.perf_counter()
     for each in rounds:
         if not seen:
             first = time.perf_counter()  # the first round waits for the compiler
         seen.append(each)
-        show(each, params.config.stop_tokens)
+        show(_without(each, params.config.stop_tokens))
+    show.finish()
     seconds = time.perf_counter() - first
     print(f"\n\n{_summary(seen, seconds, first - begun)}")
     if options.trace:
         print(_legend())
 
 
-def _drafter(options: argparse.Namespace) -> specjax.Drafter:
+def _drafter(options: argparse.Namespace, params: specjax.Params) -> specjax.Drafter:
     if options.drafter == "autoregressive":
         return specjax.Autoregressive()
-    return specjax.QSpec(draft_length=options.draft_length, activation=options.activation)
+    drafter = specjax.QSpec(draft_length=options.draft_length, activation=options.activation)
+    try:
+        drafter.validate(params)
+    except ValueError:
+        raise ValueError(
+            f"{options.model} holds 16-bit weights, and the qspec drafter needs 4-bit ones: "
+            "add --quantize rtn, or decode it with --drafter autoregressive"
+        ) from None
+    return drafter
 
 
 def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:
@@ -149,15 +163,24 @@ def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
     return ", ".join(parts) + f" after {waited:.1f} s of preparation"
 
 
+def _without(each: Round, tokens: Sequence[int]) -> Round:
+    """A round without some tokens."""
+    return Round(
+        *([token for token in kind if token not in tokens] for kind in dataclasses.astuple(each))
+    )
+
+
 class _Plain:
     """Prints the text as it comes."""
 
-    def __init__(self, tokenizer: specjax.text.Tokenizer, prompt: Sequence[int]) -> None:
-        self._text = TextStream(tokenizer, prompt)
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
 
-    def __call__(self, each: Round, stop_tokens: Sequence[int]) -> None:
-        tokens = [token for token in each.tokens if token not in stop_tokens]
-        print(self._text.push(tokens), end="", flush=True)
+    def __call__(self, each: Round) -> None:
+        print(self._text.push(each.tokens), end="", flush=True)
+
+    def finish(self) -> None:
+        print(self._text.finish(), end="", flush=True)
 
 
 _STYLES = {  # where a token came from -> its colour, and what marks it where there are no colours
@@ -167,16 +190,22 @@ _STYLES = {  # where a token came from -> its colour, and what marks it where th
 }
 
 
-class _Trace:
-    """Prints every token, coloured by where it came from (QSpec, figure 3)."""
+class _Trace(_Plain):
+    """Prints the text coloured by where it came from, rejected drafts included (QSpec, figure 3).
 
-    def __init__(self, tokenizer: specjax.text.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    A character of several tokens has the colour of the last.
+    """
 
-    def __call__(self, each: Round, stop_tokens: Sequence[int]) -> None:
-        for name in _STYLES:
-            for token in getattr(each, name):
-                print(_styled(name, self._tokenizer.decode([token])), end="", flush=True)
+    def __call__(self, each: Round) -> None:
+        for token in each.accepted:
+            _print_styled("accepted", self._text.push([token]))
+        _print_styled("rejected", self._text.peek(each.rejected))
+        _print_styled("given", self._text.push(each.given))
+
+
+def _print_styled(name: str, text: str) -> None:
+    if text:
+        print(_styled(name, text), end="", flush=True)
 
 
 def _legend() -> str:

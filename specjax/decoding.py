@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.acceptance import greedy_match, rejection_sample
+from specjax.checks import check_integer
 from specjax.drafting import Drafter, QSpec
 from specjax.kv_cache import KVCache
 from specjax.params import Params
@@ -56,7 +57,8 @@ def decode(
 
     Greedy output is bit-identical to `Autoregressive()`'s on CPU. Sampled output has the same
     distribution. A pure function: it composes with jit (max_new_tokens, stop_tokens and
-    cache_capacity static), vmap over keys, and sharding.
+    cache_capacity static) and vmap over keys; for many samples of one prompt a batch of rows with
+    one key each is quicker.
 
     Args:
       params: the model.
@@ -77,8 +79,9 @@ def decode(
       ValueError: an argument is out of its range; the message says which and what is accepted.
     """
     arguments = _arguments(
-        params, prompt, max_new_tokens, prompt_lengths, drafter, sampling, key, stop_tokens,
-        cache_capacity,
+        params, prompt, max_new_tokens=max_new_tokens, prompt_lengths=prompt_lengths,
+        drafter=drafter, sampling=sampling, key=key, stop_tokens=stop_tokens,
+        cache_capacity=cache_capacity,
     )  # fmt: skip
     return _decode(params, **arguments)
 
@@ -97,8 +100,9 @@ def start(
 ) -> DecodeState:
     """The state before the first round: arguments checked, prompt in the cache. See `decode`."""
     arguments = _arguments(
-        params, prompt, max_new_tokens, prompt_lengths, drafter, sampling, key, stop_tokens,
-        cache_capacity,
+        params, prompt, max_new_tokens=max_new_tokens, prompt_lengths=prompt_lengths,
+        drafter=drafter, sampling=sampling, key=key, stop_tokens=stop_tokens,
+        cache_capacity=cache_capacity,
     )  # fmt: skip
     return _start(params, **arguments)
 
@@ -153,6 +157,7 @@ def verify(
 def _arguments(
     params: Params,
     prompt: Prompt,
+    *,
     max_new_tokens: int,
     prompt_lengths: jax.Array | Sequence[int] | None,
     drafter: Drafter | None,
@@ -162,8 +167,12 @@ def _arguments(
     cache_capacity: int | None,
 ) -> dict[str, Any]:
     """Checks what the caller gave and brings it into the compiled functions' form."""
-    config = params.config
     drafter = QSpec() if drafter is None else drafter
+    _check_types(params, drafter, sampling)
+    config = params.config
+    max_new_tokens = check_integer("max_new_tokens", max_new_tokens)
+    if cache_capacity is not None:
+        cache_capacity = check_integer("cache_capacity", cache_capacity)
     tokens, lengths = normalize_prompt(prompt, prompt_lengths, config)
     capacity = check_limits(
         config, tokens.shape[1], max_new_tokens, drafter.draft_length, cache_capacity
@@ -179,6 +188,16 @@ def _arguments(
         "capacity": capacity,
         "stop_tokens": check_stop_tokens(stop_tokens, config),
     }
+
+
+def _check_types(params: Any, drafter: Any, sampling: Any) -> None:
+    """Raises ValueError where an argument is something else altogether."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params must be what specjax.load returns, got {type(params).__name__}")
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter must be a drafter such as specjax.QSpec(), got {drafter!r}")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a specjax.Sampling or None, got {sampling!r}")
 
 
 _STATIC = ("max_new_tokens", "capacity", "stop_tokens")
@@ -268,8 +287,8 @@ def _row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> ja
         return None
     if key is None:
         raise ValueError("sampling needs key, for example key=jax.random.key(0)")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        raise ValueError(f"key must be made by jax.random.key, got an array of {key.dtype.name}")
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"key must be made by jax.random.key, got {key!r}")
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
     if key.shape != (rows,):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.formats import Weight
+from pallas_kernels.formats import Bfloat16Weight, Weight
 from specjax.config import ModelConfig
 
 
@@ -46,14 +46,14 @@ LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # the fields of Layer that
 class Params:
     """A whole model.
 
-    embedding: bf16 or f32[V, D].
+    embedding: (V, D), unquantized.
     layers: one `Layer` per block.
     final_norm: [D].
     lm_head: (V, D), or None where the embedding serves as the head (tied).
     config: static.
     """
 
-    embedding: jax.Array
+    embedding: jax.Array | Bfloat16Weight
     layers: tuple[Layer, ...]
     final_norm: jax.Array
     lm_head: Linear | None

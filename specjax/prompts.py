@@ -5,13 +5,14 @@ Values inside jit cannot be looked at; there only shapes and dtypes are checked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.checks import check_integer
 from specjax.config import ModelConfig
 
 Prompt = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
@@ -42,7 +43,12 @@ def normalize_prompt(
     rows, width = tokens.shape
     if rows == 0 or width == 0:
         raise ValueError(f"prompt is empty (shape {tokens.shape}); it needs at least one token")
-    lengths = jnp.asarray(np.full(rows, width, np.int32) if counts is None else counts)
+    try:
+        lengths = jnp.asarray(np.full(rows, width, np.int32) if counts is None else counts)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"prompt_lengths must hold one integer per prompt, got {counts!r}"
+        ) from None
     _check_lengths(lengths, rows, width)
     _check_tokens(tokens, lengths, config.vocab_size)
     return jnp.asarray(tokens, jnp.int32), lengths.astype(jnp.int32)
@@ -56,8 +62,6 @@ def check_limits(
     A round writes the last token and the drafts before it is known how many are kept; so the last
     round, which starts at most at width + max_new_tokens - 1 tokens, reaches draft_length further.
     """
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-        raise ValueError(f"max_new_tokens must be an integer, got {max_new_tokens!r}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     total = width + max_new_tokens
@@ -65,6 +69,11 @@ def check_limits(
         raise ValueError(
             f"prompt of {width} tokens and max_new_tokens={max_new_tokens} make {total}; "
             f"the model has {config.max_position_embeddings} positions"
+        )
+    if draft_length > config.max_position_embeddings:
+        raise ValueError(
+            f"draft_length={draft_length} exceeds the model's {config.max_position_embeddings} "
+            "positions"
         )
     needed = total + draft_length - 1
     if capacity is not None and capacity < needed:
@@ -77,7 +86,11 @@ def check_limits(
 
 def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) -> tuple[int, ...]:
     """The tokens that end a row: the model's own unless given. Raises ValueError if unknown."""
-    chosen = config.stop_tokens if stop_tokens is None else tuple(int(t) for t in stop_tokens)
+    if stop_tokens is None:
+        return config.stop_tokens
+    if not isinstance(stop_tokens, Iterable):
+        raise ValueError(f"stop_tokens must be a sequence of token ids, got {stop_tokens!r}")
+    chosen = tuple(check_integer("a stop token", token) for token in stop_tokens)
     for token in chosen:
         if not 0 <= token < config.vocab_size:
             raise ValueError(
@@ -90,20 +103,26 @@ def _pad(
     prompt: Sequence[int] | Sequence[Sequence[int]], pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lists of tokens -> right-padded array and lengths."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        raise ValueError(f"prompt must be token ids (an array or lists), got {prompt!r}")
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it needs at least one token")
-    rows = [prompt] if np.ndim(prompt[0]) == 0 else prompt
-    arrays = [np.asarray(row) for row in rows]
-    for index, row in enumerate(arrays):
-        if row.size == 0:
-            raise ValueError(f"prompt row {index} is empty; it needs at least one token")
-        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt row {index} must be a list of integers (token ids)")
+    rows: Any = prompt if isinstance(prompt[0], Sequence | np.ndarray) else [prompt]
+    arrays = [_row(index, row) for index, row in enumerate(rows)]
     lengths = np.array([row.size for row in arrays], np.int32)
     padded = np.full((len(arrays), lengths.max()), pad_id, np.int64)
     for index, row in enumerate(arrays):
         padded[index, : row.size] = row
     return padded, lengths
+
+
+def _row(index: int, row: Any) -> np.ndarray:
+    """One prompt of a list of prompts, as an array."""
+    if not isinstance(row, Sequence | np.ndarray):
+        raise ValueError(f"prompt row {index} must be a list of token ids, got {row!r}")
+    if len(row) == 0:
+        raise ValueError(f"prompt row {index} is empty; it needs at least one token")
+    return np.array([check_integer(f"a token of prompt row {index}", token) for token in row])
 
 
 def _check_lengths(lengths: jax.Array, rows: int, width: int) -> None:

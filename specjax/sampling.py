@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specjax.checks import check_integer
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,7 @@ class Sampling:
 
     Applied in Hugging Face's order: temperature, then top-k, then top-p.
 
-    temperature: divides the logits; positive.
+    temperature: divides the logits; in [1e-6, 1e6].
     top_k: keep the k most probable tokens; None keeps all.
     top_p: keep the fewest most probable tokens whose probability reaches top_p; None keeps all.
 
@@ -27,20 +29,25 @@ class Sampling:
     top_p: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not _is_number(self.temperature) or not 1e-6 <= self.temperature <= 1e6:
             raise ValueError(
-                f"temperature must be positive, got {self.temperature}; "
+                f"temperature must be in [1e-6, 1e6], got {self.temperature!r}; "
                 "leave `sampling` out to decode greedily"
             )
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and check_integer("top_k", self.top_k) < 1:
             raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p}")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """The distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1."""
-    logits = logits / sampling.temperature
+    # The maximum goes first, so that it is exactly 0 however small the temperature.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits = _keep(logits, jnp.arange(logits.shape[-1]) < sampling.top_k)
     if sampling.top_p is not None and sampling.top_p < 1:

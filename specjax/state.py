@@ -20,7 +20,7 @@ class Stats:
     rounds: draft-verify rounds, one target pass each.
     drafted: tokens proposed.
     tested: of these, the ones the target decided on: all up to the first rejected one.
-    accepted: of these, the ones it kept.
+    accepted: of these, the ones it agreed with, whether or not a limit then cut them off.
     generated: tokens emitted, the target's own included.
     """
 

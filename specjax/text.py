@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
+from specjax.checks import check_integer
 from specjax.decoding import decode, start, step
 from specjax.drafting import Drafter, QSpec
 from specjax.params import Params
+from specjax.prompts import Prompt, normalize_prompt
+from specjax.sampling import Sampling
+from specjax.state import DecodeState
+
+_BUCKET = 32  # prompts are padded to multiples of this
+_CONTEXT = 16  # tokens that can matter to how the next one reads
 
 
 class Tokenizer(Protocol):
@@ -22,14 +29,28 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def generate(params: Params, tokenizer: Tokenizer, text: str, **options: Any) -> str:
+def generate(
+    params: Params,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    max_new_tokens: int = 64,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    stop_tokens: Sequence[int] | None = None,
+) -> str:
     """Continues `text`.
 
     Args:
       params: the model.
       tokenizer: its tokenizer.
       text: what to continue; at least one token.
-      **options: `specjax.decode`'s, for example max_new_tokens=64, drafter=specjax.QSpec().
+      max_new_tokens: most tokens to generate, at least 1.
+      drafter: how tokens are proposed; default QSpec().
+      sampling: how tokens are drawn; None: greedily.
+      key: a random key; goes with `sampling`.
+      stop_tokens: tokens that end the text; None: the model's own; () for none.
 
     Returns:
       The continuation, without the text that was given and without the stop token.
@@ -38,9 +59,13 @@ def generate(params: Params, tokenizer: Tokenizer, text: str, **options: Any) ->
       ValueError: as `specjax.decode` does.
     """
     prompt = tokenizer.encode(text)
-    result = decode(params, prompt, **options)
-    ids = np.asarray(result.tokens[0, : result.lengths[0]]).tolist()
-    if ids[-1] in _stop_tokens(params, options) and len(ids) > len(prompt):
+    tokens, lengths = _bucketed(params, prompt, max_new_tokens)
+    result = decode(
+        params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
+        sampling=sampling, key=key, stop_tokens=stop_tokens,
+    )  # fmt: skip
+    ids = np.asarray(result.tokens)[0, : np.asarray(result.lengths)[0]].tolist()
+    if ids[-1] in (params.config.stop_tokens if stop_tokens is None else stop_tokens):
         ids.pop()
     return _continuation(tokenizer, prompt, ids)
 
@@ -64,21 +89,47 @@ class Round:
         return self.accepted + self.given
 
 
-def stream(params: Params, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
+def stream(
+    params: Params,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    stop_tokens: Sequence[int] | None = None,
+) -> Iterator[Round]:
     """Decodes one prompt, yielding every round as soon as it is verified.
 
-    The compiled round and the tokens are those of `specjax.decode`.
+    The compiled round and the tokens are those of `specjax.decode`. The call itself checks the
+    arguments and reads the prompt; the rounds are computed as they are asked for.
 
     Args:
       params: the model.
       prompt: token ids.
-      **options: `specjax.decode`'s.
+      max_new_tokens: most tokens to generate, at least 1.
+      drafter: how tokens are proposed; default QSpec().
+      sampling: how tokens are drawn; None: greedily.
+      key: a random key; goes with `sampling`.
+      stop_tokens: tokens that end the row (kept in the output); None: the model's own; () for none.
+
+    Returns:
+      The rounds.
 
     Raises:
       ValueError: as `specjax.decode` does.
     """
-    drafter: Drafter = options.pop("drafter", None) or QSpec()
-    state = start(params, list(prompt), drafter=drafter, **options)
+    drafter = QSpec() if drafter is None else drafter
+    tokens, lengths = _bucketed(params, prompt, max_new_tokens)
+    state = start(
+        params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
+        sampling=sampling, key=key, stop_tokens=stop_tokens,
+    )  # fmt: skip
+    return _rounds(params, state, drafter)
+
+
+def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Round]:
+    """Runs a state of one row to its end. The given state is used up."""
     while not state.finished[0]:
         state, verified = step(params, state, drafter)
         proposed, accepted, emitted, count = (
@@ -93,6 +144,24 @@ def stream(params: Params, prompt: Sequence[int], **options: Any) -> Iterator[Ro
             rejected=proposed[accepted:].tolist(),
             given=emitted[kept:count].tolist(),
         )
+
+
+def _bucketed(
+    params: Params, prompt: Sequence[int], max_new_tokens: int
+) -> tuple[Prompt, jax.Array | None]:
+    """One prompt as int32[1, W] with its length int32[1]; few W, as each is compiled anew.
+
+    W is the next multiple of _BUCKET, or less where the model's positions end before it.
+    """
+    if not isinstance(params, Params):
+        return prompt, None  # for `decode` and `start` to reject
+    ids = list(prompt)
+    tokens, lengths = normalize_prompt([ids] if ids else ids, None, params.config)
+    length = tokens.shape[1]
+    room = params.config.max_position_embeddings - check_integer("max_new_tokens", max_new_tokens)
+    width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))
+    padding = ((0, 0), (0, width - length))
+    return np.pad(np.asarray(tokens), padding, constant_values=params.config.pad_id), lengths
 
 
 class TextStream:
@@ -116,12 +185,21 @@ class TextStream:
         added, self._shown = text[self._shown : end], max(self._shown, end)
         return added
 
+    def peek(self, ids: Sequence[int]) -> str:
+        """The text that these tokens would add, after the last few that were pushed."""
+        context = self._ids[-_CONTEXT:]
+        return _continuation(self._tokenizer, context, [*context, *ids])
+
+    def finish(self) -> str:
+        """The text that was held back: nothing follows that could change it."""
+        text = _continuation(self._tokenizer, self._prompt, self._ids)
+        added, self._shown = text[self._shown :], max(self._shown, len(text))
+        return added
+
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     """The text of `ids` past that of `prompt`, which they begin with."""
-    return tokenizer.decode(ids)[len(tokenizer.decode(prompt)) :]
-
-
-def _stop_tokens(params: Params, options: dict[str, Any]) -> Sequence[int]:
-    stop_tokens = options.get("stop_tokens")
-    return params.config.stop_tokens if stop_tokens is None else stop_tokens
+    before, text = tokenizer.decode(prompt), tokenizer.decode(ids)
+    if not text.startswith(before):  # the prompt breaks off within a character
+        before = before.rstrip("\ufffd")
+    return text[len(before) :]

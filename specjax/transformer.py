@@ -4,8 +4,7 @@ Llama 2, 3, 3.1 and 3.2, CodeLlama, Mistral, Qwen2, Qwen2.5 and Qwen3 differ onl
 `ModelConfig` says and in which weights are there (biases, query and key norms).
 
 Numerics: matrix products, norms, RoPE, softmax and logits are float32; what flows between them is
-rounded to `config.dtype`. Rounding goes through `round_to`, because XLA may drop a plain
-conversion to bfloat16 and back in one program and keep it in another.
+rounded to `config.dtype` (`pallas_kernels.rounding`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import attention
+from pallas_kernels.formats import Int4Weight, take_rows
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
+from pallas_kernels.rounding import round_to
 from specjax.config import ModelConfig, RopeScaling
 from specjax.kv_cache import KVCache
 from specjax.params import Layer, Linear, Params
@@ -54,7 +55,7 @@ def forward(
     """
     config = params.config
     rope = rope_angles(config, positions)
-    x = params.embedding[tokens]
+    x = take_rows(params.embedding, tokens)
     for index in range(config.num_layers) if layers is None else layers:
         layer = params.layers[index]
         mixed, cache = _attention_block(
@@ -74,19 +75,12 @@ def linear(x: jax.Array, layer: Linear, activation: str) -> jax.Array:
 
 def head_activation(params: Params, activation: str) -> str:
     """The head's precision: the pass's own if the head is quantized, else 16-bit."""
-    return "a16" if isinstance(params.head.weight, jax.Array) else activation
+    return activation if isinstance(params.head.weight, Int4Weight) else "a16"
 
 
 def norm(x: jax.Array, scale: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
     """Root-mean-square norm over the last axis, rounded to `dtype`."""
     return round_to(rms_norm(x, scale, config.rms_norm_eps), dtype)
-
-
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """f32 -> `dtype` by a rounding that no compiler pass removes."""
-    if dtype == jnp.bfloat16:
-        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)
 
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_tools.quantize import quantize
+from pallas_kernels.formats import plain_weight
 from specjax.config import ModelConfig
 from specjax.params import Layer, Linear, Params, linear_shapes
 
@@ -25,7 +26,7 @@ def random_model(config: ModelConfig = CONFIG, seed: int = 0) -> Params:
 
     def layer() -> Layer:
         linears = {
-            name: Linear(normal(n, k, scale=1.5 * k**-0.5))
+            name: Linear(plain_weight(normal(n, k, scale=1.5 * k**-0.5)))
             for name, (n, k) in linear_shapes(config).items()
         }
         norms = [jnp.asarray(rng.uniform(0.5, 1.5, config.hidden_size), dtype) for _ in range(2)]
@@ -33,10 +34,10 @@ def random_model(config: ModelConfig = CONFIG, seed: int = 0) -> Params:
 
     shape = (config.vocab_size, config.hidden_size)
     return Params(
-        embedding=normal(*shape, scale=1.0),
+        embedding=plain_weight(normal(*shape, scale=1.0)),
         layers=tuple(layer() for _ in range(config.num_layers)),
         final_norm=jnp.ones(config.hidden_size, dtype),
-        lm_head=Linear(normal(*shape, scale=0.3)),
+        lm_head=Linear(plain_weight(normal(*shape, scale=0.3))),
         config=config,
     )
 

@@ -230,9 +230,29 @@ def test_recovery_between_two_renames(tmp_path: Path, monkeypatch: pytest.Monkey
     checkpoint.save(model("float32"), out)
     assert_same(checkpoint.load(out), model("float32"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    out.rename(tmp_path / ".out.old")
+    out.rename(tmp_path / ".out.specjax-backup")
     assert_same(checkpoint.load(out), model("float32"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# Reading removes and moves nothing beside a checkpoint; the next write removes a stale backup.
+def test_reading_removes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    checkpoint.save(model("tied"), out)
+    neighbours = [tmp_path / name for name in (".out.old", ".out.specjax-backup", ".out.tmp-dead")]
+    for path in neighbours:
+        path.mkdir()
+        (path / "diary.txt").write_text("dear diary")
+    assert_same(checkpoint.load(out), model("tied"))
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(tmp_path / "absent")
+    assert all((path / "diary.txt").read_text() == "dear diary" for path in neighbours)
+    checkpoint.save(model("tied"), out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.old", "out"]
+    out.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(out)
+    assert neighbours[0].is_dir()
 
 
 # The next run removes what killed ones left, but not what another process is still writing.
@@ -247,6 +267,48 @@ def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
         (alive / "file").write_text("first")
     assert (tmp_path / "out" / "file").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# A directory that another process takes for abandoned before it is locked is made anew.
+@pytest.mark.parametrize("moment", ["locked", "opened", "removed"])
+def test_taken_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    lock, taken = atomic_directory._try_lock, []
+
+    def flock(*_: object) -> None:
+        if moment == "locked":
+            raise BlockingIOError
+        shutil.rmtree(taken[0])
+
+    def late(path: Path) -> int | None:
+        if taken:
+            return lock(path)
+        taken.append(path)
+        if moment == "removed":
+            path.rmdir()
+            return lock(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_directory.fcntl, "flock", flock)
+            return lock(path)
+
+    monkeypatch.setattr(atomic_directory, "_try_lock", late)
+    with atomic_directory.replacing(tmp_path / "out") as directory:
+        assert [directory] != taken
+        (directory / "file").write_text("whole")
+    assert (tmp_path / "out" / "file").read_text() == "whole"
+
+
+# Where the file system knows no locks, writing works and leaves what others may still be writing.
+def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(atomic_directory.fcntl, "flock", flock)
+    (tmp_path / ".out.tmp-other").mkdir()
+    with atomic_directory.replacing(tmp_path / "out") as directory:
+        (directory / "file").write_text("whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp-other", "out"]
 
 
 @dataclasses.dataclass(frozen=True)

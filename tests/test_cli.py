@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from specjax.cli import main
-
-GOLDEN = Path(__file__).parent / "golden"
+from specjax.params import Params
+from tests.random_models import quantized_model
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +25,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def _generate(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["generate", "Once upon a time", "--max-new-tokens", "24", *options]) == 0
     return capsys.readouterr().out
+
+
+def _kept(traced: str) -> str:
+    """The text of a trace, without its marks and its rejected drafts."""
+    kept = re.sub(r"\[-.*?-\]", "", traced.rsplit("\n\n", 1)[0], flags=re.DOTALL)
+    return re.sub(r"\{\+(.*?)\+\}", r"\1", kept, flags=re.DOTALL)
 
 
 def test_generate_prints_text_and_what_it_took(capsys) -> None:
@@ -40,11 +49,8 @@ def test_drafting_does_not_change_the_text(capsys) -> None:
 
 def test_trace_marks_every_token(capsys) -> None:
     plain, traced = _generate(capsys), _generate(capsys, "--trace", "--activation", "a4")
-    body = traced.rsplit("\n\n", 1)[0]
-    kept = re.sub(r"\[-.*?-\]", "", body, flags=re.DOTALL)
-    kept = re.sub(r"\{\+(.*?)\+\}", r"\1", kept, flags=re.DOTALL)
-    assert kept == plain.rsplit("\n\n", 1)[0]
-    assert "{+" in body
+    assert _kept(traced) == plain.rsplit("\n\n", 1)[0]
+    assert "{+" in traced.rsplit("\n\n", 1)[0]
 
 
 def test_sampling_follows_the_seed(capsys) -> None:
@@ -65,26 +71,83 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
         (["generate", "", "--model", "tiny"], "prompt is empty"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["generate", "x", "--draft-length", "0"], "draft_length must be at least 1, got 0"),
-        (["generate", "x", "--temperature", "-1"], "temperature must be positive"),
-        (["generate", "x", "--model", "tiny-16bit"], "specjax.quantize"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be in"),
+        (["generate", "x", "--model", "tiny-16bit"], "--quantize rtn"),
         (["convert", "no/such/place", "out"], "no/such/place"),
-        (
-            [
-                "convert",
-                str(GOLDEN / "llama2"),
-                "out",
-                "--quantization",
-                "rtn",
-                "--group-size",
-                "7",
-            ],
-            "group_size",
-        ),
     ],
 )
 def test_one_sentence_and_exit_status_1(arguments, message, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 1
-    error = capsys.readouterr().err
+    printed = capsys.readouterr()
+    error = printed.err
     assert message in error and error.startswith("specjax: ") and error.count("\n") == 1
+    assert printed.out == ""
     assert not list(tmp_path.iterdir()), "something was left behind"
+
+
+@pytest.mark.parametrize("size", ["7", "abc", ""])
+@pytest.mark.parametrize("command", [["generate", "x"], ["convert", "from", "to"]])
+def test_a_bad_group_size_says_which_are_accepted(command, size, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--group-size", size])
+    assert stop.value.code == 2
+    assert f"must be 32, 64, 128 or none, got {size!r}" in capsys.readouterr().err
+
+
+class LlamaTokenizer:
+    """Tokens are words with their space before them, which the first word of a text loses."""
+
+    def __init__(self, vocab_size: int) -> None:
+        vocab = {"<s>": 0, "</s>": 1} | {f"▁w{index}": index for index in range(2, vocab_size)}
+        self._backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<s>"))
+        self._backend.add_special_tokens(["<s>", "</s>"])
+        self._backend.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *(int(word[1:]) for word in text.split())]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(list(ids))
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Params:
+    """Stands in for the model of every command."""
+    params = quantized_model()
+    tokenizer = LlamaTokenizer(params.config.vocab_size)
+    monkeypatch.setattr("specjax.load", lambda source: params)
+    monkeypatch.setattr("specjax.load_tokenizer", lambda source: tokenizer)
+    return params
+
+
+def test_trace_keeps_the_spaces_of_sentencepiece(llama, capsys) -> None:
+    command = ["generate", "w72 w33 w44", "--max-new-tokens", "40", "--activation", "a4"]
+    assert main(command) == 0
+    plain = capsys.readouterr().out.rsplit("\n\n", 1)[0]
+    assert re.fullmatch(r"w72 w33 w44( w\d+){40}", plain)
+    assert main([*command, "--trace"]) == 0
+    traced = capsys.readouterr().out
+    assert _kept(traced) == plain
+    assert "{+ w" in traced and "[- w" in traced
+
+
+def test_trace_leaves_stop_tokens_out(llama, capsys, monkeypatch) -> None:
+    command = ["generate", "w72 w33 w44", "--max-new-tokens", "40", "--trace"]
+    assert main(command) == 0
+    words = _kept(capsys.readouterr().out).split()
+    stop = int(words[9][1:])
+    config = dataclasses.replace(llama.config, stop_tokens=(stop,))
+    stopping = dataclasses.replace(llama, config=config)
+    monkeypatch.setattr("specjax.load", lambda source: stopping)
+    assert main(command) == 0
+    traced = capsys.readouterr().out.rsplit("\n\n", 1)[0]
+    assert _kept(traced).split() == words[: words.index(f"w{stop}")]
+    assert not re.search(rf"\bw{stop}\b", traced)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
+from checkpoints_tools.quantize import quantize
 from specjax.decoding import start, step
 from tests.random_models import CONFIG, quantized_model, random_model, random_prompts
 
@@ -175,6 +176,36 @@ def test_qspec_adds_no_second_copy(params) -> None:
     assert state_bytes(specjax.QSpec()) == state_bytes(specjax.Autoregressive())
 
 
+@pytest.mark.parametrize("drafter", [specjax.Autoregressive(), specjax.QSpec()], ids=repr)
+def test_weights_are_never_unpacked_as_a_whole(drafter: specjax.Drafter) -> None:
+    """Temporaries of the whole compiled decode stay far below the weights: no second copy of the
+    packed layers, of a 16-bit embedding or of a 16-bit head, whatever their sizes divide by."""
+    config = dataclasses.replace(
+        CONFIG, dtype="bfloat16", vocab_size=8190, hidden_size=320, intermediate_size=1100
+    )
+    plain = random_model(config)
+    for params in (plain, quantize(plain)) if drafter.draft_length == 0 else (quantize(plain),):
+        compiled = jax.jit(specjax.decode, static_argnames="max_new_tokens").lower(
+            params, jnp.ones((1, 3), jnp.int32), max_new_tokens=16, drafter=drafter
+        )
+        temporaries = compiled.compile().memory_analysis().temp_size_in_bytes
+        assert temporaries < params.nbytes / 4
+
+
+@pytest.mark.parametrize("drafter", [specjax.Autoregressive(), specjax.QSpec()], ids=repr)
+def test_the_cache_is_updated_in_place(params, drafter) -> None:
+    """A round's temporaries do not grow with the cache, and its state is used up, not copied."""
+
+    def temporaries(capacity: int) -> int:
+        state = start(params, PROMPTS, drafter=drafter, max_new_tokens=8, cache_capacity=capacity)
+        compiled = step.lower(params, state, drafter).compile()
+        state, _ = step(params, (before := state), drafter)
+        assert before.cache.keys[0].is_deleted()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) <= temporaries(256) + 4096
+
+
 def test_unquantized_model_is_refused_with_advice() -> None:
     with pytest.raises(ValueError, match=r"specjax\.quantize"):
         specjax.decode(random_model(), PROMPTS)
@@ -197,6 +228,20 @@ BAD = [
     ({"prompt_lengths": [1]}, "prompt_lengths goes with an array"),
     ({"prompt": np.ones((2, 3), int), "prompt_lengths": [3, 4]}, "in 1 … 3, got 4 in row 1"),
     ({"prompt": np.ones((2, 3), int), "prompt_lengths": [3]}, r"shape \(2,\)"),
+    ({"prompt": 5}, "prompt must be token ids"),
+    ({"prompt": [1, [2, 3]]}, "a token of prompt row 0 must be an integer"),
+    ({"prompt": [[1, 2], 3]}, "prompt row 1 must be a list of token ids, got 3"),
+    ({"prompt": [1, 2.5]}, "a token of prompt row 0 must be an integer, got 2.5"),
+    ({"prompt": np.ones((2, 3), int), "prompt_lengths": ["a", "b"]}, "prompt_lengths must hold"),
+    ({"stop_tokens": 5}, "stop_tokens must be a sequence of token ids, got 5"),
+    ({"stop_tokens": (1.7,)}, "a stop token must be an integer, got 1.7"),
+    ({"cache_capacity": 200.5}, "cache_capacity must be an integer, got 200.5"),
+    ({"drafter": "qspec"}, "drafter must be a drafter such as .* got 'qspec'"),
+    ({"drafter": specjax.QSpec}, "drafter must be a drafter"),
+    ({"drafter": specjax.QSpec(10**6)}, "draft_length=1000000 exceeds the model's 512 positions"),
+    ({"params": "tiny"}, "params must be what specjax.load returns, got str"),
+    ({"sampling": 0.8}, "sampling must be a specjax.Sampling or None, got 0.8"),
+    ({"sampling": specjax.Sampling(), "key": 42}, "key must be made by jax.random.key, got 42"),
     ({"sampling": specjax.Sampling()}, "sampling needs key"),
     ({"key": jax.random.key(0)}, "key goes with sampling"),
 ]
@@ -204,9 +249,9 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=lambda x: x if isinstance(x, str) else "")
 def test_bad_input_gets_one_clear_sentence(params, change, message) -> None:
-    arguments = {"prompt": [1, 2, 3], **change}
+    arguments = {"params": params, "prompt": [1, 2, 3], **change}
     with pytest.raises(ValueError, match=message):
-        specjax.decode(params, **arguments)
+        specjax.decode(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +260,10 @@ def test_bad_input_gets_one_clear_sentence(params, change, message) -> None:
         (lambda: specjax.QSpec(draft_length=0), "draft_length must be at least 1, got 0"),
         (lambda: specjax.QSpec(activation="a2"), "a16, a8, a4, got 'a2'"),
         (lambda: specjax.QSpec(activation="a16"), "verifier's"),
-        (lambda: specjax.Sampling(temperature=0), "temperature must be positive"),
+        (lambda: specjax.QSpec(draft_length=1.5), "draft_length must be an integer, got 1.5"),
+        (lambda: specjax.Sampling(temperature=0), r"temperature must be in \[1e-6, 1e6\], got 0"),
+        (lambda: specjax.Sampling(temperature="hot"), "temperature must be in .* got 'hot'"),
+        (lambda: specjax.Sampling(top_k=2.5), "top_k must be an integer, got 2.5"),
         (lambda: specjax.Sampling(top_p=0), "top_p"),
         (lambda: specjax.Sampling(top_k=0), "top_k"),
     ],

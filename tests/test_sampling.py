@@ -56,6 +56,12 @@ def test_probabilities_by_the_book(sampling: specjax.Sampling) -> None:
         np.testing.assert_array_equal(row > 0, expected > 0)
 
 
+def test_a_small_temperature_is_greedy_and_stays_finite() -> None:
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(50, 30)) * 20, jnp.float32)
+    got = jax.jit(probabilities, static_argnums=1)(logits, specjax.Sampling(temperature=1e-6))
+    np.testing.assert_array_equal(got, np.eye(30)[np.argmax(logits, axis=-1)])
+
+
 def test_greedy_match_by_brute_force() -> None:
     """All drafts of three tokens over a vocabulary of three, against a plain loop."""
     drafts = np.array(list(itertools.product(range(3), repeat=3)), np.int32)

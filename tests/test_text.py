@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.decoding import step
 from specjax.text import TextStream
 from tests.random_models import CONFIG, quantized_model
 
@@ -71,3 +72,58 @@ def test_a_character_of_several_tokens_appears_once_it_is_whole() -> None:
     shown = [stream.push([byte]) for byte in "é😀b".encode()]
     assert shown == ["", "é", "", "", "", "😀", "b"]
     assert stream.push([255]) == "" and stream.push([99]) == "\ufffdc"
+    assert stream.push([255]) == "" and stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_a_prompt_may_end_within_a_character() -> None:
+    first, *rest = "é".encode()
+    stream = TextStream(ByteTokenizer(), [65, first])
+    assert stream.push(rest) == "é"
+
+
+def test_peek_shows_and_changes_nothing() -> None:
+    stream = TextStream(ByteTokenizer(), list(range(65, 90)))
+    assert stream.peek([97, 98]) == "ab" and stream.peek([]) == ""
+    assert stream.push([99]) == "c"
+
+
+def test_stream_rejects_bad_input_at_the_call(params) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        specjax.stream(params, [])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        specjax.generate(params, ByteTokenizer(), "")
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        specjax.stream(params, PROMPT, max_new_tokens=0)
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer"):
+        specjax.stream(params, PROMPT, max_new_tokens="many")
+    with pytest.raises(ValueError, match="must be an integer"):
+        specjax.stream(params, [PROMPT, PROMPT])
+    with pytest.raises(ValueError, match="params must be"):
+        specjax.stream(None, PROMPT)
+
+
+def test_prompts_of_like_length_share_their_programs(params) -> None:
+    def tokens(prompt: list[int]) -> list[int]:
+        rounds = specjax.stream(params, prompt, max_new_tokens=11)
+        return prompt + [token for each in rounds for token in each.tokens]
+
+    tokens(PROMPT)
+    compiled = step._cache_size()
+    longer = (PROMPT * 11)[:32]
+    streamed = tokens(longer)
+    assert step._cache_size() == compiled
+    expected = specjax.decode(params, longer[:31], max_new_tokens=11).tokens[0]
+    assert tokens(longer[:31]) == np.asarray(expected).tolist()
+    assert len(streamed) == 32 + 11 and len(tokens((PROMPT * 11)[:33])) == 33 + 11
+    assert step._cache_size() > compiled, "a case that tests nothing"
+
+
+@pytest.mark.parametrize("length", [481, 490, 500])
+def test_padding_leaves_room_for_the_output(params, length) -> None:
+    prompt = (PROMPT * 200)[:length]
+    room = CONFIG.max_position_embeddings - length
+    rounds = list(specjax.stream(params, prompt, max_new_tokens=room))
+    assert sum(len(each.tokens) for each in rounds) == room
+    with pytest.raises(ValueError, match=f"prompt of {length} tokens and max_new_tokens"):
+        specjax.stream(params, prompt, max_new_tokens=room + 1)

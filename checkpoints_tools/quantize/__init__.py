@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-import jax
-
 from checkpoints_tools.quantize.rtn import round_to_nearest
-from pallas_kernels.formats import Weight, check_group_size
+from pallas_kernels.formats import Int4Weight, Weight, check_group_size, plain_values
 from specjax.config import ModelConfig
 from specjax.params import Params
 from specjax.weight_names import HEAD, is_block_matrix, named_weights, params_from_weights
@@ -92,9 +90,9 @@ def _quantize_each(
     lm_head: bool,
 ) -> Iterator[tuple[str, Weight]]:
     def compress(name: str, weight: Weight) -> Weight:
-        if not isinstance(weight, jax.Array):
+        if isinstance(weight, Int4Weight):
             raise ValueError(f"{name} is quantized already; quantize a model in 16 or 32 bits")
-        return METHODS[method](weight, group_size)
+        return METHODS[method](plain_values(weight), group_size)
 
     for name, weight in weights:
         chosen = is_block_matrix(name) or (lm_head and name == HEAD)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import Int4Weight, check_group_size, int4_from_integers
-from specjax.transformer import round_to
+from pallas_kernels.rounding import round_to
 
 LIMIT = 7
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.activations import check_activation
 from pallas_kernels.formats import Int4Weight
+from specjax.checks import check_integer
 from specjax.kv_cache import KVCache
 from specjax.params import Params
 from specjax.sampling import draw, probabilities
@@ -40,7 +41,7 @@ class QSpec:
     overwrite: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if self.draft_length < 1:
+        if check_integer("draft_length", self.draft_length) < 1:
             raise ValueError(
                 f"draft_length must be at least 1, got {self.draft_length}; "
                 "Autoregressive() decodes without drafts"
@@ -50,7 +51,7 @@ class QSpec:
             raise ValueError('activation of a draft must be "a8" or "a4": "a16" is the verifier\'s')
 
     def validate(self, params: Params) -> None:
-        if not any(isinstance(linear.weight, Int4Weight) for linear in params.linears()):
+        if not all(isinstance(linear.weight, Int4Weight) for linear in params.linears()):
             raise ValueError(
                 "QSpec drafts with 4-bit weights, and params hold 16-bit ones: "
                 "call specjax.quantize(params) first, or pass drafter=specjax.Autoregressive()"

@@ -1,0 +1,16 @@
+"""Checks of single values that several doors share."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def check_integer(name: str, value: Any) -> int:
+    """`value` as an int, numpy's integers included. Raises ValueError for anything else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
