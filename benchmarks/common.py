@@ -20,6 +20,12 @@ import specjax
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# Read at the start: a long run must name the code that it ran, not what came after.
+COMMIT = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+).stdout.strip()
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
@@ -31,9 +37,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),
@@ -42,7 +45,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "specjax": specjax.__version__,
-        "commit": commit,
+        "commit": COMMIT,
     }
 
 
