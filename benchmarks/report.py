@@ -27,6 +27,7 @@ def main() -> None:
             parts += dict.fromkeys(_where(each["environment"], name) for each in documents)
             parts.append(section([row for document in documents for row in document["rows"]]))
     (DOCS / "measurements.md").write_text("\n\n".join(parts) + "\n")
+    _loss_curve(RESULTS / "tiny_training.jsonl", DOCS / "tiny-loss.png")
 
 
 def _where(environment: dict[str, Any], name: str) -> str:
@@ -91,6 +92,29 @@ def _picture(rows: Rows, path: Path) -> None:
                 )  # fmt: skip
     axes.set(xlabel="draft length", ylabel="drafts accepted", ylim=(0, 1.02))
     axes.legend(fontsize=8, ncols=2)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _loss_curve(log: Path, path: Path) -> None:
+    """Training and held-out loss against tokens, from the log of `checkpoints_tools.train_tiny`."""
+    import matplotlib.pyplot as plt
+
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    train = [record for record in records if "loss" in record]
+    millions = [record["tokens"] / 1e6 for record in train]
+    axes.plot(millions, [record["loss"] for record in train], color="0.6", label="training")
+    held_out = [record for record in records if "validation" in record]
+    for kind in held_out[-1]["validation"]:
+        axes.plot(
+            [record["tokens"] / 1e6 for record in held_out],
+            [record["validation"][kind] for record in held_out],
+            marker="o", markersize=3, label=kind,
+        )  # fmt: skip
+    axes.set(xlabel="million tokens", ylabel="nats per token", ylim=(1.5, 6))
+    axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

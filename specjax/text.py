@@ -13,7 +13,7 @@ from specjax.checks import check_integer
 from specjax.decoding import decode, start, step
 from specjax.drafting import Drafter, QSpec
 from specjax.params import Params
-from specjax.prompts import Prompt, normalize_prompt
+from specjax.prompts import Prompt
 from specjax.sampling import Sampling
 from specjax.state import DecodeState
 
@@ -148,20 +148,18 @@ def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Ro
 
 def _bucketed(
     params: Params, prompt: Sequence[int], max_new_tokens: int
-) -> tuple[Prompt, jax.Array | None]:
-    """One prompt as int32[1, W] with its length int32[1]; few W, as each is compiled anew.
+) -> tuple[Prompt, list[int] | None]:
+    """One prompt as an integer array [1, W] with its length; few W, as each is compiled anew.
 
     W is the next multiple of _BUCKET, or less where the model's positions end before it.
     """
-    if not isinstance(params, Params):
-        return prompt, None  # for `decode` and `start` to reject
-    ids = list(prompt)
-    tokens, lengths = normalize_prompt([ids] if ids else ids, None, params.config)
-    length = tokens.shape[1]
+    ids = [check_integer("a prompt token", token) for token in prompt]
+    if not ids or not isinstance(params, Params):
+        return ids, None  # for `decode` and `start` to reject
+    length = len(ids)
     room = params.config.max_position_embeddings - check_integer("max_new_tokens", max_new_tokens)
     width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))
-    padding = ((0, 0), (0, width - length))
-    return np.pad(np.asarray(tokens), padding, constant_values=params.config.pad_id), lengths
+    return np.array([ids + [params.config.pad_id] * (width - length)]), [length]
 
 
 class TextStream:

@@ -97,8 +97,11 @@ def test_stream_rejects_bad_input_at_the_call(params) -> None:
         specjax.stream(params, PROMPT, max_new_tokens=0)
     with pytest.raises(ValueError, match="max_new_tokens must be an integer"):
         specjax.stream(params, PROMPT, max_new_tokens="many")
-    with pytest.raises(ValueError, match="must be an integer"):
-        specjax.stream(params, [PROMPT, PROMPT])
+    for tokens in ([PROMPT, PROMPT], [1.5], "text"):
+        with pytest.raises(ValueError, match="a prompt token must be an integer"):
+            specjax.stream(params, tokens)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        specjax.stream(params, [*PROMPT, CONFIG.vocab_size])
     with pytest.raises(ValueError, match="params must be"):
         specjax.stream(None, PROMPT)
 
