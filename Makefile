@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint golden clean
 
 demo: $(VENV)/.base
-	$(BIN)/specjax generate "Once upon a time" --trace
+	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 5 --trace
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
