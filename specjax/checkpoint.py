@@ -72,6 +72,8 @@ def save(
         arrays, formats = _describe(params)
         with _checkpointer() as checkpointer:
             checkpointer.save(directory / "weights", args=ocp.args.StandardSave(arrays))
+        # It names the temporary directory, a path of the machine that nobody else should see.
+        (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
         if tokenizer_dir is not None:
             _copy_tokenizer(Path(tokenizer_dir), directory)
         description = {

@@ -101,6 +101,8 @@ def test_round_trip(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
         checkpoint.save(model(name), tmp_path / "out")
         assert_same(checkpoint.load(tmp_path / "out"), model(name))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
 
 
 # Values that arithmetic would change come back too: NaN with its payload, infinities, -0.
