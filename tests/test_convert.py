@@ -324,10 +324,7 @@ def test_tokenizer_refusals(tmp_path: Path) -> None:
 
 # An older checkpoint has a SentencePiece model only; Llama's begins a text with its first token.
 def test_sentencepiece_tokenizer(tmp_path: Path, data: Path) -> None:
-    pytest.importorskip("sentencepiece")
     model = data / "tokenizers" / "storyllamas4096" / "tokenizer_4096.model"
-    if not model.is_file():
-        pytest.skip(f"no SentencePiece model at {model}")
     shutil.copyfile(model, tmp_path / "tokenizer.model")
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("Once upon a time")
@@ -338,8 +335,6 @@ def test_sentencepiece_tokenizer(tmp_path: Path, data: Path) -> None:
 # A real model's logits are those of Hugging Face's torch implementation.
 def test_real_model_logits(data: Path) -> None:
     path = data / "models" / "stories260K" / "hf"
-    if not path.is_dir():
-        pytest.skip(f"no model at {path}")
     params = load(path)
     with np.load(path / "golden_hf.npz") as golden:
         prompts = [golden[f"ids{row}"] for row in range(3)]
