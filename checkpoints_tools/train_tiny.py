@@ -31,8 +31,8 @@ from checkpoints_tools.tiny_model import PRESETS, Llama, LlamaConfig, export_hf
 
 # Kinds of text of 20 consecutive rows. Novels teach the language; the decay, whose text a model
 # remembers best, leans on the simple stories and word problems that it is to write itself.
-ROWS_OF_20 = {"tales": 6, "prose": 6, "gsm8k": 5, "python": 3}
-DECAY_ROWS_OF_20 = {"tales": 9, "prose": 2, "gsm8k": 6, "python": 3}
+ROWS_OF_20 = {"tales": 8, "prose": 4, "gsm8k": 5, "python": 3}
+DECAY_ROWS_OF_20 = {"tales": 9, "prose": 1, "gsm8k": 6, "python": 4}
 DECAY_SHARE = 0.25
 SEED = 20
 

@@ -3,7 +3,7 @@
 One storage serves every kernel: `packed` holds two 4-bit integers per byte in blocks of 256 along
 the input dimension; byte r of a block holds the weight k = r in its low nibble and k = r + 128 in
 its high one. So one nibble plane is 128 consecutive inputs, the default group, and unpacking needs
-no interleave on any machine. Nibbles are two's complement.
+no interleave on any machine. Integers are two's complement, floats E2M1.
 
 Left out on purpose: quantization recipes (`checkpoints_tools.quantize`) and arithmetic
 (`pallas_kernels.matmul`).
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 PLANE = 128  # inputs per nibble plane
 BLOCK = 2 * PLANE  # inputs per packed block
 GROUP_SIZES = (32, 64, 128, None)
+MXFP4_GROUP = 32
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -29,20 +30,65 @@ def padded_inputs(k: int) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int4Weight:
-    """A symmetric 4-bit matrix: w[n, k] = q[n, k] · scales[n, k // group_size], q in -8 … 7.
+class Int8Weight:
+    """An 8-bit matrix: w[n, k] = q[n, k] · scales[n, k // group_size].
 
-    packed: uint8[N, ceil(K / 256) · 128], two weights per byte (layout above).
+    integers: int8[N, padded K] (`padded_inputs`).
     scales: bf16, f16 or f32[N, groups], where groups covers the padded inputs, or [N, 1] where
         `group_size` is None (one scale per output channel). Scales of padding are zero.
     in_features: K, before padding.
     group_size: inputs per scale: 32, 64, 128 or None.
     """
 
+    integers: jax.Array
+    scales: jax.Array
+    in_features: int = dataclasses.field(metadata={"static": True})
+    group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): outputs, inputs."""
+        return self.integers.shape[0], self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the integers and their scales."""
+        return self.integers.nbytes + self.scales.nbytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outliers:
+    """Input columns that are kept at 8 bits (Atom's mixed precision, QSpec section 4.1).
+
+    columns: int32[O], the inputs' numbers, each once. Their 4-bit entries stand for zero.
+    weight: (N, O). Its inputs take 8-bit activations wherever the others take 8 or 4.
+    """
+
+    columns: jax.Array
+    weight: Int8Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int4Weight:
+    """A 4-bit matrix: w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g], g = k // group_size.
+
+    packed: uint8[N, ceil(K / 256) · 128], two weights per byte (layout above), q in -8 … 7.
+    scales: bf16, f16 or f32[N, groups], where groups covers the padded inputs, or [N, 1] where
+        `group_size` is None (one scale per output channel). Scales of padding are zero.
+    in_features: K, before padding.
+    group_size: inputs per scale: 32, 64, 128 or None.
+    zeros: int8[N, groups], the integer that stands for zero; None for a symmetric weight.
+    outliers: input columns held at 8 bits instead, or None.
+    """
+
     packed: jax.Array
     scales: jax.Array
     in_features: int = dataclasses.field(metadata={"static": True})
     group_size: int | None = dataclasses.field(default=128, metadata={"static": True})
+    zeros: jax.Array | None = None
+    outliers: Outliers | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,7 +97,38 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights and their scales."""
+        """Bytes of everything that is held."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Weight:
+    """An MXFP4 matrix (OCP Microscaling): w[n, k] = e2m1(code[n, k]) · 2^(scales[n, g] - 127),
+    g = k // 32.
+
+    packed: uint8[N, ceil(K / 256) · 128], two codes per byte (layout above).
+    scales: uint8[N, groups], E8M0; 255 stands for NaN.
+    in_features: K, before padding.
+    """
+
+    packed: jax.Array
+    scales: jax.Array
+    in_features: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def group_size(self) -> int:
+        """Inputs per scale."""
+        return MXFP4_GROUP
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): outputs, inputs."""
+        return self.packed.shape[0], self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and their scales."""
         return self.packed.nbytes + self.scales.nbytes
 
 
@@ -76,7 +153,8 @@ class Bfloat16Weight:
         return self.bits.nbytes
 
 
-Weight = jax.Array | Bfloat16Weight | Int4Weight
+Quantized = Int4Weight | Mxfp4Weight | Int8Weight
+Weight = jax.Array | Bfloat16Weight | Quantized
 
 
 def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
@@ -124,28 +202,103 @@ def unpack(packed: jax.Array) -> jax.Array:
     return jnp.stack((signed << 4 >> 4, signed >> 4), axis=2).reshape(n, -1)
 
 
-def int4_from_integers(q: jax.Array, scales: jax.Array, group_size: int | None = 128) -> Int4Weight:
-    """Builds an `Int4Weight` from q: int8[N, K] in -8 … 7 and scales[N, ceil(K / group_size)].
+def int4_from_integers(
+    q: jax.Array,
+    scales: jax.Array,
+    group_size: int | None = 128,
+    zeros: jax.Array | None = None,
+) -> Int4Weight:
+    """Builds an `Int4Weight` from q: int8[N, K] in -8 … 7 and its groups' scales and zeros.
+
+    scales, zeros: [N, ceil(K / group_size)], or [N, 1] where `group_size` is None.
 
     Raises ValueError where shapes, dtypes or the group size do not fit together.
     """
+    scales = _padded_groups("scales", scales, q.shape, group_size, SCALE_DTYPES)
+    if zeros is not None:
+        zeros = _padded_groups("zeros", zeros, q.shape, group_size, ("int8",))
+    return Int4Weight(pack(q), scales, q.shape[1], group_size, zeros)
+
+
+def int8_from_integers(
+    q: jax.Array, scales: jax.Array, group_size: int | None = None
+) -> Int8Weight:
+    """Builds an `Int8Weight` from q: int8[N, K] and scales[N, ceil(K / group_size)].
+
+    Raises ValueError where shapes, dtypes or the group size do not fit together.
+    """
+    k = q.shape[1]
+    scales = _padded_groups("scales", scales, q.shape, group_size, SCALE_DTYPES)
+    return Int8Weight(jnp.pad(q, ((0, 0), (0, padded_inputs(k) - k))), scales, k, group_size)
+
+
+def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
+    """Builds an `Mxfp4Weight` from E2M1 codes and E8M0 scales.
+
+    codes: uint8[N, K] in 0 … 15; scales: uint8[N, ceil(K / 32)].
+
+    Raises ValueError where shapes or dtypes do not fit together.
+    """
+    scales = _padded_groups("scales", scales, codes.shape, MXFP4_GROUP, ("uint8",))
+    return Mxfp4Weight(pack(codes.astype(jnp.int8)), scales, codes.shape[1])
+
+
+def _padded_groups(
+    name: str,
+    values: jax.Array,
+    shape: tuple[int, int],
+    group_size: int | None,
+    dtypes: tuple[str, ...],
+) -> jax.Array:
+    """`values`, one per group of a matrix of `shape`, with zeros for the groups of the padding."""
     check_group_size(group_size)
-    n, k = q.shape
+    n, k = shape
     groups = 1 if group_size is None else -(-k // group_size)
-    if scales.shape != (n, groups):
-        raise ValueError(f"scales must have shape {(n, groups)}, got {scales.shape}")
-    if scales.dtype.name not in SCALE_DTYPES:
-        raise ValueError(f"scales must be {' or '.join(SCALE_DTYPES)}, got {scales.dtype.name}")
-    if group_size is not None:
-        scales = jnp.pad(scales, ((0, 0), (0, padded_inputs(k) // group_size - groups)))
-    return Int4Weight(pack(q), scales, k, group_size)
+    if values.shape != (n, groups):
+        raise ValueError(f"{name} must have shape {(n, groups)}, got {values.shape}")
+    if values.dtype.name not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(dtypes)}, got {values.dtype.name}")
+    if group_size is None:
+        return values
+    return jnp.pad(values, ((0, 0), (0, padded_inputs(k) // group_size - groups)))
+
+
+def integers(weight: Quantized) -> jax.Array:
+    """What a quantized weight multiplies: int8[N, padded K]; of MXFP4, twice the E2M1 values."""
+    if isinstance(weight, Int8Weight):
+        return weight.integers
+    q = unpack(weight.packed)
+    if isinstance(weight, Int4Weight):
+        return q
+    code = q & 7  # 0, 1, 2, 3, 4, 6, 8, 12: above 1, a leading bit and one more, shifted
+    magnitude = jnp.where(code < 2, code, (2 | (code & 1)) << jnp.maximum((code >> 1) - 1, 0))
+    return jnp.where(q < 0, -magnitude, magnitude).astype(jnp.int8)
+
+
+def group_scales(weight: Quantized) -> jax.Array:
+    """What multiplies the `integers` of a group: f32[N, groups]."""
+    if not isinstance(weight, Mxfp4Weight):
+        return weight.scales.astype(jnp.float32)
+    code = weight.scales.astype(jnp.uint32)
+    # 2^(code - 128) by its bits: half the E8M0 value, since the integers are doubled. The two
+    # smallest are subnormal.
+    bits = jnp.where(code > 1, (code - 1) << 23, jnp.uint32(1 << 21) << code)
+    return jax.lax.bitcast_convert_type(jnp.where(code == 255, 0x7FC00000, bits), jnp.float32)
 
 
 def dequantize(weight: Weight) -> jax.Array:
     """The values a weight stands for, f32[N, K]; exact for 16-bit scales."""
-    if not isinstance(weight, Int4Weight):
+    if not isinstance(weight, Quantized):
         return plain_values(weight).astype(jnp.float32)
     n, k = weight.shape
-    q = unpack(weight.packed).astype(jnp.float32)
-    groups = q.reshape(n, weight.scales.shape[1], -1)
-    return (groups * weight.scales.astype(jnp.float32)[:, :, None]).reshape(n, -1)[:, :k]
+    scales = group_scales(weight)[:, :, None]
+    groups = integers(weight).astype(jnp.float32).reshape(n, scales.shape[1], -1)
+    zeros, outliers = None, None
+    if isinstance(weight, Int4Weight):
+        zeros, outliers = weight.zeros, weight.outliers
+    if zeros is not None:
+        groups -= zeros.astype(jnp.float32)[:, :, None]
+    values = (groups * scales).reshape(n, -1)[:, :k]
+    if outliers is not None:
+        values = values.at[:, outliers.columns].add(dequantize(outliers.weight))
+    return values

@@ -2,76 +2,125 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import overload
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_tpu, reference, triton_gpu
+from pallas_kernels import cpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import check_activation
-from pallas_kernels.formats import Int4Weight, Weight
+from pallas_kernels.formats import Int4Weight, Quantized, Weight
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "reference": reference.matmul,
-    "triton_gpu": triton_gpu.matmul,
-    "mosaic_tpu": mosaic_tpu.matmul,
+Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight
+
+
+def _one_by_one(matmul: Callable[..., jax.Array]) -> Kernel:
+    """A kernel of one weight, for several. XLA sees that they all quantize the same x."""
+    return lambda x, weights, *, activation: tuple(matmul(x, w, activation) for w in weights)
+
+
+IMPLEMENTATIONS: dict[str, Kernel] = {
+    "reference": _one_by_one(reference.matmul),
+    "cpu": cpu.matmul,
+    "triton_gpu": _one_by_one(triton_gpu.matmul),
+    "mosaic_tpu": _one_by_one(mosaic_tpu.matmul),
 }
 
 
-@partial(jax.jit, static_argnames=("activation", "implementation"))
+@overload
 def matmul(
-    x: jax.Array, weight: Weight, activation: str = "a16", *, implementation: str | None = None
-) -> jax.Array:
+    x: jax.Array, weight: Weight, activation: str = ..., *, implementation: str | None = ...
+) -> jax.Array: ...
+@overload
+def matmul(
+    x: jax.Array,
+    weight: tuple[Weight, ...],
+    activation: str = ...,
+    *,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, ...]: ...
+@partial(jax.jit, static_argnames=("activation", "implementation"))
+def matmul(x, weight, activation="a16", *, implementation=None):
     """Multiplies activations by a weight matrix at a chosen activation precision.
 
     Args:
       x: bf16 or f32[..., K].
-      weight: `Int4Weight` or `Bfloat16Weight` of shape (N, K), or a plain bf16 or f32[N, K].
+      weight: `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
+        plain bf16 or f32[N, K]; or a tuple of such, which read the same x: it is quantized once.
       activation: "a16" (the weight dequantized, x as it is), "a8" or "a4" (x quantized per token
-        and group, integer products). A plain weight takes "a16" only.
+        and group, integer products). An unquantized weight takes "a16" only.
       implementation: None for the platform's best, or one of `IMPLEMENTATIONS`.
 
     Returns:
-      f32[..., N].
+      f32[..., N], or a tuple of them.
 
     Raises:
       ValueError: shapes, dtype, activation or implementation do not fit.
     """
+    weights = weight if isinstance(weight, tuple) else (weight,)
     check_activation(activation)
-    _check(x, weight, activation, implementation)
-    rows = x.reshape(-1, x.shape[-1])
-    y = _choose(weight, implementation)(rows, weight, activation)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    _check(x, weights, activation, implementation)
+    kernel = _by_platform if implementation is None else IMPLEMENTATIONS[implementation]
+    products = _products(x.reshape(-1, x.shape[-1]), weights, activation, kernel)
+    products = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
+    return products if isinstance(weight, tuple) else products[0]
 
 
-def _choose(weight: Weight, implementation: str | None) -> Callable[..., jax.Array]:
-    if implementation is not None:
-        return IMPLEMENTATIONS[implementation]
-    if not isinstance(weight, Int4Weight):
-        return reference.matmul
-    return _by_platform
+def _products(
+    x: jax.Array, weights: tuple[Weight, ...], activation: str, kernel: Kernel
+) -> tuple[jax.Array, ...]:
+    """x: [M, K] -> f32[M, N] for every weight."""
+    if x.shape[0] == 0:
+        return tuple(jnp.zeros((0, weight.shape[0])) for weight in weights)
+    if len(weights) > 1 and any(_outliers(weight) for weight in weights):
+        return tuple(_products(x, (weight,), activation, kernel)[0] for weight in weights)
+    outliers = _outliers(weights[0])
+    if outliers is None:
+        return kernel(x, weights, activation=activation)
+    # The outliers must not set the scales of the groups that they are taken out of.
+    inner = (dataclasses.replace(weights[0], outliers=None),)
+    (y,) = kernel(x.at[:, outliers.columns].set(0), inner, activation=activation)
+    precision = "a16" if activation == "a16" else "a8"
+    (outer,) = kernel(x[:, outliers.columns], (outliers.weight,), activation=precision)
+    return (y + outer,)
 
 
-def _by_platform(x: jax.Array, weight: Int4Weight, activation: str) -> jax.Array:
+def _outliers(weight: Weight):
+    return weight.outliers if isinstance(weight, Int4Weight) else None
+
+
+def _by_platform(
+    x: jax.Array, weights: tuple[Weight, ...], *, activation: str
+) -> tuple[jax.Array, ...]:
+    choices = {"cpu": cpu.matmul if cpu.available() else IMPLEMENTATIONS["reference"]}
+    if all(isinstance(weight, Quantized) for weight in weights):
+        choices |= {"cuda": IMPLEMENTATIONS["triton_gpu"], "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
     return lax.platform_dependent(
         x,
-        weight,
-        cuda=partial(triton_gpu.matmul, activation=activation),
-        tpu=partial(mosaic_tpu.matmul, activation=activation),
-        default=partial(reference.matmul, activation=activation),
+        weights,
+        **{
+            platform: partial(kernel, activation=activation) for platform, kernel in choices.items()
+        },
+        default=partial(IMPLEMENTATIONS["reference"], activation=activation),
     )
 
 
-def _check(x: jax.Array, weight: Weight, activation: str, implementation: str | None) -> None:
-    if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must end in the weight's {weight.shape[1]} inputs, got {x.shape}")
+def _check(
+    x: jax.Array, weights: tuple[Weight, ...], activation: str, implementation: str | None
+) -> None:
+    for weight in weights:
+        if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(f"x must end in the weight's {weight.shape[1]} inputs, got {x.shape}")
+        if activation != "a16" and not isinstance(weight, Quantized):
+            raise ValueError(
+                f"activation {activation!r} needs a quantized weight, got a 16- or 32-bit one"
+            )
     if x.dtype.name not in ("bfloat16", "float32"):
         raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
-    if activation != "a16" and not isinstance(weight, Int4Weight):
-        raise ValueError(
-            f"activation {activation!r} needs an Int4Weight, got {type(weight).__name__}"
-        )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"

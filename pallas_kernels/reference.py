@@ -1,7 +1,7 @@
 """The meaning of `matmul`, in plain jnp: what every kernel is tested against.
 
     a16      y[m, n] = Σ_k x[m, k] · w[n, k]                      in float32
-    a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · qw[n, k]
+    a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · (qw[n, k] - zero[n, g])
                                                 the inner sum exactly, the outer in float32
 
 It is batch-invariant by construction: every product runs on tiles of ROW_TILE rows, so XLA
@@ -27,10 +27,12 @@ from pallas_kernels.activations import quantize_activations
 from pallas_kernels.formats import (
     PLANE,
     Int4Weight,
+    Quantized,
     Weight,
     dequantize,
+    group_scales,
+    integers,
     padded_inputs,
-    unpack,
 )
 
 ROW_TILE = 8
@@ -44,7 +46,7 @@ def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
     x = x.astype(jnp.float32)
     if activation == "a16":
         return _over_output_chunks(lambda part: _float_matmul(x, part), weight)
-    assert isinstance(weight, Int4Weight)
+    assert isinstance(weight, Quantized)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     q, scales = quantize_activations(x, activation, weight.group_size)
     return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
@@ -101,22 +103,28 @@ def _float_matmul(x: jax.Array, weight: Weight) -> jax.Array:
     )
 
 
-def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Int4Weight) -> jax.Array:
+def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax.Array:
     """q: int8[M, padded K], q_scales: f32[M, groups] -> f32[M, N]."""
-    n, padded = weight.packed.shape[0], q.shape[1]
+    scales = group_scales(weight)
+    n, padded = scales.shape[0], q.shape[1]
     chunk = min(weight.group_size or PLANE, PLANE)
-    integers = unpack(weight.packed).astype(jnp.float32).reshape(n, -1, chunk)
+    chunks = q.astype(jnp.float32).reshape(-1, padded // chunk, chunk)
+    values = integers(weight).astype(jnp.float32).reshape(n, -1, chunk)
     products = map_row_tiles(
         lambda tile: jnp.moveaxis(
-            lax.dot_general(tile, integers, _CONTRACT_LAST_PER_CHUNK, precision="highest"), 0, 1
+            lax.dot_general(tile, values, _CONTRACT_LAST_PER_CHUNK, precision="highest"), 0, 1
         ),
-        q.astype(jnp.float32).reshape(-1, padded // chunk, chunk),
-    )  # f32[M, chunks, N], integers of at most 127 · 8 · 128 < 2^24
+        chunks,
+    )  # f32[M, chunks, N], integers of at most 128 · 128 · 128 < 2^24
+    sums = jnp.sum(chunks, axis=-1)
     if weight.group_size is None:
         products = jnp.sum(products.astype(jnp.int32), axis=1, keepdims=True)
-    scales = weight.scales.astype(jnp.float32)
+        sums = jnp.sum(sums.astype(jnp.int32), axis=1, keepdims=True)
+    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
     y = jnp.zeros((q.shape[0], n), jnp.float32)
     for group in range(products.shape[1]):  # unrolled: the order of the sum is part of the meaning
-        product = products[:, group].astype(jnp.float32)
-        y += product * (q_scales[:, group, None] * scales[:, group])
+        product = products[:, group]
+        if zeros is not None:
+            product -= sums[:, group, None] * zeros[:, group].astype(sums.dtype)
+        y += product.astype(jnp.float32) * (q_scales[:, group, None] * scales[:, group])
     return y

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import Int4Weight, take_rows
+from pallas_kernels.formats import Quantized, take_rows
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rounding import round_to
@@ -69,13 +69,21 @@ def forward(
 
 def linear(x: jax.Array, layer: Linear, activation: str) -> jax.Array:
     """x: [..., K] -> f32[..., N]."""
-    y = matmul(x, layer.weight, activation)
-    return y if layer.bias is None else y + layer.bias.astype(jnp.float32)
+    return linears(x, (layer,), activation)[0]
+
+
+def linears(x: jax.Array, layers: tuple[Linear, ...], activation: str) -> tuple[jax.Array, ...]:
+    """Layers that read the same x: [..., K] -> f32[..., N] each."""
+    products = matmul(x, tuple(layer.weight for layer in layers), activation)
+    return tuple(
+        y if layer.bias is None else y + layer.bias.astype(jnp.float32)
+        for y, layer in zip(products, layers, strict=True)
+    )
 
 
 def head_activation(params: Params, activation: str) -> str:
     """The head's precision: the pass's own if the head is quantized, else 16-bit."""
-    return activation if isinstance(params.head.weight, Int4Weight) else "a16"
+    return activation if isinstance(params.head.weight, Quantized) else "a16"
 
 
 def norm(x: jax.Array, scale: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
@@ -103,10 +111,10 @@ def _attention_block(
     b, t, _ = x.shape
     normed = norm(x, layer.attention_norm, config, x.dtype)
 
-    def heads(projection: Linear) -> jax.Array:
-        return linear(normed, projection, activation).reshape(b, t, -1, config.head_dim)
-
-    q, k, v = heads(layer.q), heads(layer.k), heads(layer.v)
+    q, k, v = (
+        y.reshape(b, t, -1, config.head_dim)
+        for y in linears(normed, (layer.q, layer.k, layer.v), activation)
+    )
     if layer.q_norm is not None and layer.k_norm is not None:
         q = norm(q, layer.q_norm, config, jnp.float32)
         k = norm(k, layer.k_norm, config, jnp.float32)
@@ -124,8 +132,8 @@ def _attention_block(
 def _mlp_block(layer: Layer, x: jax.Array, activation: str, config: ModelConfig) -> jax.Array:
     """SwiGLU. x: [B, T, D] -> f32[B, T, D]."""
     normed = norm(x, layer.mlp_norm, config, x.dtype)
-    gate = jax.nn.silu(linear(normed, layer.gate, activation))
-    hidden = round_to(gate * linear(normed, layer.up, activation), x.dtype)
+    gate, up = linears(normed, (layer.gate, layer.up), activation)
+    hidden = round_to(jax.nn.silu(gate) * up, x.dtype)
     return linear(hidden, layer.down, activation)
 
 

@@ -134,7 +134,7 @@ def test_attention_by_the_book(window: int | None, tree: bool) -> None:
         ({"x": jnp.ones((2, 7))}, "256 inputs, got"),
         ({"x": jnp.ones((2, 256), jnp.int32)}, "bfloat16 or float32, got int32"),
         ({"activation": "a3"}, "activation must be one of a16, a8, a4, got 'a3'"),
-        ({"weight": jnp.ones((4, 256)), "activation": "a8"}, "needs an Int4Weight"),
+        ({"weight": jnp.ones((4, 256)), "activation": "a8"}, "needs a quantized weight"),
         ({"implementation": "abacus"}, "implementation must be one of .*got 'abacus'"),
     ],
 )

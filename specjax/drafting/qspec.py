@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import check_activation
-from pallas_kernels.formats import Int4Weight
+from pallas_kernels.formats import Quantized
 from specjax.checks import check_integer
 from specjax.kv_cache import KVCache
 from specjax.params import Params
@@ -51,7 +51,7 @@ class QSpec:
             raise ValueError('activation of a draft must be "a8" or "a4": "a16" is the verifier\'s')
 
     def validate(self, params: Params) -> None:
-        if not all(isinstance(linear.weight, Int4Weight) for linear in params.linears()):
+        if not all(isinstance(linear.weight, Quantized) for linear in params.linears()):
             raise ValueError(
                 "QSpec drafts with 4-bit weights, and params hold 16-bit ones: "
                 "call specjax.quantize(params) first, or pass drafter=specjax.Autoregressive()"

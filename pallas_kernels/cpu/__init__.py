@@ -1,0 +1,4 @@
+"""Kernels for CPUs: a C++ library that XLA calls, for every instruction set that matters."""
+
+from pallas_kernels.cpu.matmul import available as available
+from pallas_kernels.cpu.matmul import matmul as matmul

@@ -1,0 +1,91 @@
+"""Attention over the KV cache on CPUs, by the C++ library (src/attention.cc)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.cpu.native import instruction_sets
+
+Operands = tuple[jax.Array | None, ...]  # queries, keys, values, lengths, positions, mask
+
+
+def attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array | None,
+    *,
+    window: int | None,
+    head_scale: float,
+    instruction_set: str | None = None,
+) -> jax.Array:
+    """`pallas_kernels.attention.attention`, for any number of cache slots.
+
+    Args:
+      instruction_set: one of `native.instruction_sets()`; None for the best.
+
+    Raises:
+      ValueError: the library was not built, or this machine lacks the instruction set.
+    """
+    if not instruction_sets():
+        raise ValueError("attention was not built: specjax was installed without a C++ compiler")
+    if instruction_set is not None and instruction_set not in instruction_sets():
+        raise ValueError(
+            f"instruction_set must be one of {', '.join(instruction_sets())}, "
+            f"got {instruction_set!r}"
+        )
+    attributes = {
+        "window": np.int64(-1 if window is None else max(window, 0)),
+        "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel's exponents are of 2
+        "instruction_set": instruction_set or "",
+    }
+    return _batched_by_rows(attributes)(queries, keys, values, lengths, positions, mask)
+
+
+def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
+    """The call, under vmap: a batch of caches is more rows; else calls go one by one."""
+
+    @custom_vmap
+    def call(*operands: jax.Array | None) -> jax.Array:
+        result = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
+        buffers = [operand for operand in operands if operand is not None]
+        return jax.ffi.ffi_call("specjax_attention", result)(*buffers, **attributes)
+
+    @call.def_vmap
+    def batched(axis_size: int, in_batched: list, *operands: jax.Array | None):
+        pick = partial(_pick, in_batched, operands)
+        if in_batched[1] and in_batched[2]:
+            rows = (
+                None if x is None else _as_rows(x, axis_size, is_batched)
+                for x, is_batched in zip(operands, in_batched, strict=True)
+            )
+            y = call(*rows)
+            y = y.reshape(axis_size, -1, *y.shape[1:])
+        else:  # to repeat the caches would cost more than the calls
+            y = lax.map(lambda index: call(*pick(index)), jnp.arange(axis_size))
+        return y, True
+
+    return call
+
+
+def _as_rows(x: jax.Array, axis_size: int, is_batched: bool) -> jax.Array:
+    """[N, B, ...], or [B, ...] for all of the N, -> [N · B, ...]."""
+    x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _pick(in_batched: list, operands: Operands, index: jax.Array) -> Operands:
+    """The operands of one call of a batch of them."""
+    return tuple(
+        x[index] if is_batched else x for x, is_batched in zip(operands, in_batched, strict=True)
+    )

@@ -1,0 +1,97 @@
+"""Products of every weight format on CPUs, by the C++ library (src/matmul.cc)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.activations import LEVELS
+from pallas_kernels.cpu.native import WEIGHT_KINDS, instruction_sets
+from pallas_kernels.formats import Weight, plain_weight
+
+Buffers = tuple[jax.Array, ...]
+
+
+def available() -> bool:
+    """Whether the library was built when the package was installed."""
+    return bool(instruction_sets())
+
+
+def matmul(
+    x: jax.Array,
+    weights: tuple[Weight, ...],
+    *,
+    activation: str = "a16",
+    instruction_set: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """x: bf16 or f32[M, K] times weights: (N, K) each -> f32[M, N] each.
+
+    Args:
+      activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
+      instruction_set: one of `native.instruction_sets()`; None for the best.
+
+    Raises:
+      ValueError: the library was not built, or this machine lacks the instruction set.
+    """
+    if not available():
+        raise ValueError(
+            "implementation 'cpu' was not built: specjax was installed without a C++ compiler"
+        )
+    if instruction_set is not None and instruction_set not in instruction_sets():
+        raise ValueError(
+            f"instruction_set must be one of {', '.join(instruction_sets())}, "
+            f"got {instruction_set!r}"
+        )
+    parts = [_parts(weight) for weight in weights]
+    attributes = {
+        "levels": np.int64(LEVELS.get(activation, 0)),
+        "instruction_set": instruction_set or "",
+        "kinds": np.array([kind for kind, _, _ in parts], np.int64),
+        "group_sizes": np.array([size for _, size, _ in parts], np.int64),
+        "zeros": np.array([len(buffers) == 3 for _, _, buffers in parts], np.int64),
+    }
+    outputs = tuple(weight.shape[0] for weight in weights)
+    return _batched_by_rows(outputs, attributes)(x, sum((b for _, _, b in parts), ()))
+
+
+def _parts(weight: Weight) -> tuple[int, int, Buffers]:
+    """A weight as src/matmul.cc reads it: kind, group size (0 for none), buffers."""
+    weight = plain_weight(weight) if isinstance(weight, jax.Array) else weight
+    name = weight.dtype.name if isinstance(weight, jax.Array) else type(weight).__name__
+    group_size = getattr(weight, "group_size", None) or 0
+    return WEIGHT_KINDS.index(name), group_size, tuple(jax.tree.leaves(weight))
+
+
+def _batched_by_rows(
+    outputs: tuple[int, ...], attributes: dict[str, object]
+) -> Callable[[jax.Array, Buffers], tuple[jax.Array, ...]]:
+    """The call, under vmap: a batch of x is more rows; batches of weights go one by one."""
+
+    @custom_vmap
+    def call(x: jax.Array, buffers: Buffers) -> tuple[jax.Array, ...]:
+        results = [jax.ShapeDtypeStruct((x.shape[0], n), jnp.float32) for n in outputs]
+        return tuple(jax.ffi.ffi_call("specjax_matmul", results)(x, *buffers, **attributes))
+
+    @call.def_vmap
+    def batched(axis_size, in_batched, x, buffers):
+        if not any(in_batched[1]):
+            ys = call(x.reshape(-1, x.shape[-1]), buffers)
+            ys = tuple(y.reshape(axis_size, -1, y.shape[-1]) for y in ys)
+        else:
+
+            def one(index):
+                values = jax.tree.map(
+                    lambda value, is_batched: value[index] if is_batched else value,
+                    (x, buffers), tuple(in_batched),
+                )  # fmt: skip
+                return call(*values)
+
+            ys = lax.map(one, jnp.arange(axis_size))
+        return ys, (True,) * len(outputs)
+
+    return call

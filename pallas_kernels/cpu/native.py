@@ -1,0 +1,29 @@
+"""Loads the C++ library and tells XLA of its handlers."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import lru_cache
+
+import jax
+
+WEIGHT_KINDS = ("Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32")
+HANDLERS = ("specjax_matmul",)
+
+
+@lru_cache(maxsize=1)
+def instruction_sets() -> tuple[str, ...]:
+    """What this machine can run, best first; empty where the library was not built.
+
+    The handlers are registered with XLA by the first call.
+    """
+    spec = importlib.util.find_spec("pallas_kernels.cpu._native")
+    if spec is None or spec.origin is None:
+        return ()
+    library = ctypes.CDLL(spec.origin)
+    for name in HANDLERS:
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    library.specjax_instruction_sets.restype = ctypes.c_char_p
+    return tuple(library.specjax_instruction_sets().decode().split())

@@ -1,0 +1,110 @@
+// Preparation of x, row by row: quantization as in pallas_kernels/activations.py, bit for bit, or a
+// change of type; padding with zeros; sums over groups.
+#pragma once
+
+#include "simd.h"
+#include "types.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline float bfloat16_value(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+// To nearest, ties to even; a NaN stays one.
+inline uint16_t bfloat16_bits(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  if (x != x) return static_cast<uint16_t>(word >> 16 | 0x40);
+  return static_cast<uint16_t>((word + 0x7FFF + (word >> 16 & 1)) >> 16);
+}
+
+// A row of x as float32.
+inline void read_row(const Input& x, int64_t row, float* values) {
+  const int64_t start = row * x.k;
+  if (!x.bfloat16) {
+    std::memcpy(values, static_cast<const float*>(x.data) + start, x.k * sizeof(float));
+    return;
+  }
+  const uint16_t* bits = static_cast<const uint16_t*>(x.data) + start;
+  for (int64_t i = 0; i < x.k; ++i) values[i] = bfloat16_value(bits[i]);
+}
+
+// The largest magnitude of values[size], or NaN if there is one. Sizes are multiples of 32.
+inline float largest(const float* values, int64_t size) {
+  Float top{}, bad{};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Float v = load<Float>(values + i);
+    const Float magnitude = (Float)((Word)v & 0x7FFFFFFFu);
+    top = magnitude > top ? magnitude : top;
+    bad = magnitude == magnitude ? bad : magnitude;
+  }
+  float result = 0, nan = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (top[lane] > result) result = top[lane];
+    if (bad[lane] != 0) nan = bad[lane];
+  }
+  return nan != 0 ? nan : result;
+}
+
+// One group: q ≈ values / scale. Returns the scale.
+inline float quantize(const float* values, int64_t size, int levels, int8_t* q) {
+  constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
+  constexpr float kRound = 12582912.0f;     // 1.5 · 2^23: adding it rounds to an integer, ties to even
+  float scale = largest(values, size) * (1.0f / static_cast<float>(levels));
+  if (scale < kTiny) scale = 0;
+  const float inverse = scale == 0 ? 0 : 1 / scale;
+  for (int64_t i = 0; i < size; ++i) {
+    const float shifted = values[i] * inverse + kRound;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);  // the integer is in the low bits; of a NaN, any
+    q[i] = static_cast<int8_t>(bits);
+  }
+  return scale;
+}
+
+template <typename Value, typename Sum>
+inline void sum_runs(const Value* values, int64_t count, int64_t size, Sum* sums) {
+  for (int64_t i = 0; i < count; ++i) {
+    Sum total = 0;
+    for (int64_t j = 0; j < size; ++j) total += values[i * size + j];
+    sums[i] = total;
+  }
+}
+
+inline void prepare_bfloat16(const Preparation& how, const float* values, uint16_t* words) {
+  for (int64_t i = 0; i < how.inputs; i += 4) {
+    words[i] = bfloat16_bits(values[i]);
+    words[i + 3] = bfloat16_bits(values[i + 3]);
+    words[i + 1] = bfloat16_bits(values[how.swap_pairs ? i + 2 : i + 1]);
+    words[i + 2] = bfloat16_bits(values[how.swap_pairs ? i + 1 : i + 2]);
+  }
+}
+
+inline void prepare_row(const Preparation& how, const Input& x, int64_t row, float* values,
+                        const Prepared& out) {
+  read_row(x, row, values);
+  std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
+  const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
+  if (how.arithmetic == Arithmetic::kInteger) {
+    const int64_t groups = how.inputs / how.group_size;
+    int8_t* q = reinterpret_cast<int8_t*>(out.words) + row * how.inputs;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t start = g * how.group_size;
+      out.scales[row * groups + g] = quantize(values + start, how.group_size, how.levels, q + start);
+    }
+    sum_runs(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + row * sums);
+    return;
+  }
+  sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + row * sums);
+  if (how.arithmetic == Arithmetic::kBfloat16) {
+    prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(out.words) + row * how.inputs);
+  } else {
+    std::memcpy(out.words + row * how.inputs, values, how.inputs * sizeof(float));
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,477 @@
+// Attention of one tile of queries over one block of cache slots.
+//
+// Keys and values are decoded a strip of slots at a time into float32, so that a score has its slot
+// in a lane and a mixed value its feature; both are then the same small product.
+//
+// Every sum runs over features, or over slots in the order of their numbers from the block's start,
+// and a slot that a token does not see adds an exact zero: a query's result is a function of that
+// query and of what it sees, whatever else shares the tile.
+#pragma once
+
+#include "activations.h"
+#include "panel.h"
+#include "simd.h"
+#include "types.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kStrip = 64;  // slots decoded at once: of 64 features, a strip is in L1
+inline constexpr int kDirectRows = kRows;  // up to which values are decoded where they are used
+static_assert(kAttentionBlock % kStrip == 0 && kStrip % (kVectors * kLanes) == 0);
+
+// 2^x for x <= 0, a relative error below 1.5e-7 and exactly 1 at 0; 0 below 2^-126; a NaN stays one.
+inline Float exp2(Float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
+  const Float clamped = x < -126.0f ? splat(-126.0f) : x;
+  const Float shifted = clamped + kRound;
+  const Float f = clamped - (shifted - kRound);  // in [-1/2, 1/2], exact
+  Float y = splat(1.53533620e-4f);               // minimax in the relative error, 2e-9
+  y = fma(y, f, splat(1.33988750e-3f));
+  y = fma(y, f, splat(9.61843692e-3f));
+  y = fma(y, f, splat(5.55033237e-2f));
+  y = fma(y, f, splat(2.40226477e-1f));
+  y = fma(y, f, splat(6.93147182e-1f));
+  y = fma(y, f, splat(1.0f));
+  const Float power = (Float)(((Word)shifted << 23) + 0x3F800000u);
+  return x < -126.0f ? Float{} : y * power;
+}
+
+inline float exp2(float x) { return exp2(splat(x))[0]; }
+
+// Where the parts of a thread's scratch and of a tile's sums begin, in floats. `queries` · … rows.
+struct Layout {
+  explicit Layout(const Attention& a, int64_t tokens)
+      : rows(tokens * a.group),
+        features((a.e + 15) / 16 * 16),
+        keys(rows * features),
+        values(keys + (a.e + 31) / 32 * 32 * kStrip),
+        weights(values + kStrip * features),
+        seen(weights + rows * kAttentionBlock),
+        scratch(seen + tokens * kAttentionBlock),
+        maxima(rows * features),
+        totals(maxima + rows),
+        sums((totals + rows + 15) / 16 * 16) {}
+
+  int64_t rows, features;
+  // Scratch: queries [rows, features], keys [features, kStrip], values [kStrip, features],
+  // weights [rows, kAttentionBlock], seen [tokens, kAttentionBlock].
+  int64_t keys, values, weights, seen, scratch;
+  // Sums: mixed values [rows, features], maxima [rows], totals [rows].
+  int64_t maxima, totals, sums;
+};
+
+inline AttentionSizes attention_sizes(const Attention& a, int64_t tokens) {
+  const Layout layout(a, tokens);
+  return {layout.scratch, layout.sums};
+}
+
+// --- What is read.
+
+// One row's entries of one key-value head: slot s begins `stride` · s bytes on.
+//
+// What the next step reads is `ahead` bytes on: asked for between the sums of this one, since such
+// short pieces far apart are nothing that the hardware foresees.
+struct Entries {
+  Entries(const Attention& a, const AttentionStep& step, const AttentionStep* next,
+          const void* cache)
+      : bfloat16(a.cache_bfloat16),
+        features(a.e),
+        bytes(a.e * (bfloat16 ? 2 : 4)),
+        stride(a.kv_heads * bytes) {
+    start = static_cast<const uint8_t*>(cache) + offset(a, step);
+    ahead = next == nullptr ? 0 : offset(a, *next) - offset(a, step);
+    start -= step.block * kAttentionBlock * stride;
+  }
+
+  // Of the step's first slot.
+  int64_t offset(const Attention& a, const AttentionStep& step) const {
+    const int64_t slot = step.tile->row * a.slots + step.block * kAttentionBlock;
+    return slot * stride + step.tile->head * bytes;
+  }
+
+  void fetch_ahead(const uint8_t* p) const { __builtin_prefetch(p + ahead, 0, 2); }
+
+  bool bfloat16;
+  int64_t features, bytes, stride, ahead;
+  const uint8_t* start;
+};
+
+// What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
+struct Span {
+  Span(const AttentionTile& tile, int64_t block) {
+    const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
+    const int64_t skipped = tile.first > start ? (tile.first - start) / kStrip : 0;
+    first = start + skipped * kStrip;
+    end = tile.last < stop ? tile.last : stop;
+    strips = (end - first + kStrip - 1) / kStrip;
+  }
+
+  int64_t slot(int64_t strip) const { return first + strip * kStrip; }
+  // Slots in use of a strip.
+  int64_t count(int64_t strip) const {
+    return end - slot(strip) < kStrip ? end - slot(strip) : kStrip;
+  }
+
+  int64_t first, end, strips;
+};
+
+// --- y[row, column] += Σ_i x[row, i] · m[i, column], i in order.
+
+// The values of m, kLanes at a time.
+struct Floats {
+  static constexpr int kSize = 4;
+  static constexpr bool kAhead = false;
+  static Float read(const uint8_t* p) { return load<Float>(p); }
+};
+struct Bfloat16s {
+  static constexpr int kSize = 2;
+  static constexpr bool kAhead = true;
+  static Float read(const uint8_t* p) {
+    return (Float)(__builtin_convertvector(load<Half>(p), Word) << 16);
+  }
+};
+
+// m_stride: in bytes.
+struct Factors {
+  Factors(const float* x, int64_t x_stride, const void* m, int64_t m_stride, int64_t count,
+          int64_t ahead = 0)
+      : x(x),
+        x_stride(x_stride),
+        m(static_cast<const uint8_t*>(m)),
+        m_stride(m_stride),
+        count(count),
+        ahead(ahead) {}
+
+  const float* x;
+  int64_t x_stride;
+  const uint8_t* m;
+  int64_t m_stride, count, ahead;
+};
+
+template <typename Values, int R, int V, bool kAhead = Values::kAhead>
+inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, int64_t y_stride) {
+  Float sums[R][V];
+  const float* x = f.x + row * f.x_stride;
+  const uint8_t* m = f.m + column * Values::kSize;
+  y += row * y_stride + column;
+  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = load<Float>(y + r * y_stride + v * kLanes);
+  }
+  for (int64_t i = 0; i < f.count; ++i, m += f.m_stride) {
+    Float columns[V];
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+      const uint8_t* from = m + v * kLanes * Values::kSize;
+      if (kAhead && v * kLanes * Values::kSize % 64 == 0) __builtin_prefetch(from + f.ahead, 0, 2);
+      columns[v] = Values::read(from);
+    }
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+      const Float value = splat(x[r * f.x_stride + i]);
+      SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = fma(columns[v], value, sums[r][v]);
+    }
+  }
+  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) store(y + r * y_stride + v * kLanes, sums[r][v]);
+  }
+}
+
+template <typename Values, int R>
+inline void add_strip(const Factors& f, int64_t row, int64_t rows, int64_t columns, float* y,
+                      int64_t y_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_strip<Values, R - 1>(f, row, rows, columns, y, y_stride);
+  }
+  int64_t column = 0;
+  for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes) {
+    add_tile<Values, R, kVectors>(f, row, column, y, y_stride);
+  }
+  for (; column < columns; column += kLanes) add_tile<Values, R, 1>(f, row, column, y, y_stride);
+}
+
+// `columns`: a multiple of kLanes.
+template <typename Values>
+inline void add_product(const Factors& f, int64_t rows, int64_t columns, float* y,
+                        int64_t y_stride) {
+  const int64_t portions = (rows + kRows - 1) / kRows;
+  for (int64_t i = 0; i < portions; ++i) {
+    const int64_t row = rows * i / portions, next = rows * (i + 1) / portions;
+    add_strip<Values, kRows>(f, row, next - row, columns, y, y_stride);
+  }
+}
+
+// --- Reading.
+
+// The tile's queries times the scale of the scores: f32[rows, features].
+inline void read_queries(const Attention& a, const AttentionTile& tile, const Layout& layout,
+                         float* queries) {
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
+    const int64_t index = (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+    float* out = queries + row * layout.features;
+    if (a.queries_bfloat16) {
+      const uint16_t* bits = static_cast<const uint16_t*>(a.queries) + index;
+      for (int64_t i = 0; i < a.e; ++i) out[i] = bfloat16_value(bits[i]) * a.scale;
+    } else {
+      const float* values = static_cast<const float*>(a.queries) + index;
+      for (int64_t i = 0; i < a.e; ++i) out[i] = values[i] * a.scale;
+    }
+  }
+}
+
+// kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any that can
+// be read.
+inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* keys) {
+  for (int64_t first = 0; first < kStrip; first += kLanes) {
+    const uint8_t* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t each = slot + first + i;
+      rows[i] = entries.start + (each < end ? each : end - 1) * entries.stride;
+    }
+    for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
+      Word words[kLanes];
+      const int64_t left = entries.bytes - byte;
+      for (int i = 0; i < kLanes; ++i) {
+        entries.fetch_ahead(rows[i] + byte);
+        if (left >= kBytes) {
+          words[i] = load<Word>(rows[i] + byte);
+        } else {
+          words[i] = Word{};
+          std::memcpy(&words[i], rows[i] + byte, left);
+        }
+      }
+      transpose(words);
+      float* out = keys + first + byte / (entries.bfloat16 ? 2 : 4) * kStrip;
+      for (int i = 0; i < kLanes; ++i) {
+        if (entries.bfloat16) {
+          store(out + 2 * i * kStrip, words[i] << 16);
+          store(out + (2 * i + 1) * kStrip, words[i] & 0xFFFF0000u);
+        } else {
+          store(out + i * kStrip, words[i]);
+        }
+      }
+    }
+  }
+}
+
+// kLanes values of a slot, of which `left` are there.
+inline Float read_values(const Entries& entries, const uint8_t* from, int64_t left) {
+  if (!entries.bfloat16) {
+    Float values{};
+    if (left >= kLanes) return load<Float>(from);
+    std::memcpy(&values, from, left * sizeof(float));
+    return values;
+  }
+  if (left >= kLanes) return Bfloat16s::read(from);
+  uint16_t bits[kLanes] = {};
+  std::memcpy(bits, from, left * sizeof(uint16_t));
+  return Bfloat16s::read(reinterpret_cast<const uint8_t*>(bits));
+}
+
+// `count` slots from `slot` on: f32[count, features].
+inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
+                        float* values) {
+  const int64_t size = entries.bfloat16 ? 2 : 4;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t* from = entries.start + (slot + i) * entries.stride;
+    for (int64_t e = 0; e < layout.features; e += kLanes) {
+      const int64_t left = entries.bytes / size - e;
+      if (e * size % 64 == 0) entries.fetch_ahead(from + e * size);
+      const Float v = left > 0 ? read_values(entries, from + e * size, left) : Float{};
+      store(values + i * layout.features + e, v);
+    }
+  }
+}
+
+// --- Seeing.
+
+// Which of `count` slots from `first` on a token sees: all ones or zero in seen[count].
+inline void see_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t first,
+                      int64_t count, uint32_t* seen) {
+  const int64_t length = a.lengths[tile.row];
+  const int32_t* positions = a.positions + tile.row * a.tokens;
+  const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
+  const bool* shown = a.mask == nullptr ? nullptr : a.mask + (tile.row * a.tokens + token) * a.tokens;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t slot = first + i, index = slot - length;
+    bool visible = index < 0 ? slot >= oldest : index < a.tokens;
+    if (index >= 0 && visible) {
+      visible = (shown == nullptr ? index <= token : shown[index]) && positions[index] >= oldest;
+    }
+    seen[i] = visible ? ~0u : 0u;
+  }
+}
+
+// The same for all tokens of the tile, at seen[token · kAttentionBlock]; false where all of them
+// see all slots, and nothing was written.
+inline bool see(const Attention& a, const AttentionTile& tile, int64_t first, int64_t count,
+                uint32_t* seen) {
+  const int64_t chain = a.mask == nullptr && !a.windowed ? tile.token + 1 : 0;
+  bool all = first + count <= a.lengths[tile.row] + chain;
+  for (int64_t t = 0; t < tile.tokens && all && a.windowed; ++t) {
+    all = first > a.positions[tile.row * a.tokens + tile.token + t] - a.window;
+  }
+  if (all) return false;
+  for (int64_t t = 0; t < tile.tokens; ++t) {
+    see_token(a, tile, tile.token + t, first, count, seen + t * kAttentionBlock);
+  }
+  return true;
+}
+
+// --- The softmax of a block.
+
+inline constexpr float kNothing = -__builtin_inff();  // the maximum of no scores
+
+// scores[count] -> weights 2^(score - maximum) in place, 0 where not seen (null: all are).
+inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& maximum,
+                  float& total) {
+  Float top = splat(kNothing);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Float s = load<Float>(scores + i);
+    if (seen != nullptr) {
+      s = load<Word>(seen + i) != 0 ? s : splat(kNothing);
+      store(scores + i, s);
+    }
+    top = s > top ? s : top;
+  }
+  maximum = kNothing;
+  for (int lane = 0; lane < kLanes; ++lane) maximum = top[lane] > maximum ? top[lane] : maximum;
+  Float sum{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Float w = exp2(load<Float>(scores + i) - maximum);
+    if (seen != nullptr) w = load<Word>(seen + i) != 0 ? w : Float{};
+    store(scores + i, w);
+    sum += w;
+  }
+  total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+}
+
+// --- A block.
+
+inline void score(const Entries& entries, const Span& span, const Layout& layout,
+                  float* scratch) {
+  float *keys = scratch + layout.keys, *scores = scratch + layout.weights;
+  std::memset(scores, 0, layout.rows * kAttentionBlock * sizeof(float));
+  for (int64_t i = 0; i < span.strips; ++i) {
+    read_keys(entries, span.slot(i), span.end, keys);
+    const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
+    add_product<Floats>(factors, layout.rows, kStrip, scores + i * kStrip, kAttentionBlock);
+  }
+}
+
+// Values that are not finite reach only those who give them a weight.
+inline void add_careful(const Factors& f, int64_t rows, int64_t columns, float* y) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < f.count; ++i) {
+      if (f.x[row * f.x_stride + i] == 0) continue;
+      const Factors one(f.x + row * f.x_stride + i, 1, f.m + i * f.m_stride, f.m_stride, 1);
+      add_product<Floats>(one, 1, columns, y + row * columns, columns);
+    }
+  }
+}
+
+inline bool all_finite(const float* values, int64_t count) {
+  Float differences{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Float v = load<Float>(values + i);
+    differences += v - v;  // of what is not finite, a NaN
+  }
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += differences[lane];
+  return sum == 0;
+}
+
+template <bool careful>
+inline void mix(const Entries& entries, const Span& span, const Layout& layout,
+                float* scratch, float* sums) {
+  float* values = scratch + layout.values;
+  const int64_t rows = layout.rows, features = layout.features;
+  const bool whole = entries.features == features;  // no vector reaches past a slot's values
+  std::memset(sums, 0, rows * features * sizeof(float));
+  for (int64_t i = 0; i < span.strips; ++i) {
+    const float* weights = scratch + layout.weights + i * kStrip;
+    const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
+    const Factors factors(weights, kAttentionBlock, direct, entries.stride, span.count(i),
+                          entries.ahead);
+    if (!careful && whole && !entries.bfloat16) {
+      add_product<Floats>(factors, rows, features, sums, features);
+    } else if (!careful && whole && rows <= kDirectRows) {
+      add_product<Bfloat16s>(factors, rows, features, sums, features);
+    } else {
+      read_values(entries, span.slot(i), span.count(i), layout, values);
+      const Factors decoded(weights, kAttentionBlock, values, features * sizeof(float),
+                            span.count(i));
+      if (careful) {
+        add_careful(decoded, rows, features, sums);
+      } else {
+        add_product<Floats>(decoded, rows, features, sums, features);
+      }
+    }
+  }
+}
+
+// sums: of the step's tile over its block alone. next: the step that follows, or null.
+inline void attend_block(const Attention& a, const AttentionStep& step, const AttentionStep* next,
+                         float* scratch, float* sums) {
+  const AttentionTile& tile = *step.tile;
+  const Layout layout(a, tile.tokens);
+  const Span span(tile, step.block);
+  const Entries keys(a, step, next, a.keys), values(a, step, next, a.values);
+  read_queries(a, tile, layout, scratch);
+  score(keys, span, layout, scratch);
+
+  uint32_t* seen = reinterpret_cast<uint32_t*>(scratch + layout.seen);
+  const int64_t count = span.strips * kStrip;
+  const bool masked = see(a, tile, span.first, count, seen);
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const uint32_t* mask = masked ? seen + row / a.group * kAttentionBlock : nullptr;
+    weigh(scratch + layout.weights + row * kAttentionBlock, mask, count, sums[layout.maxima + row],
+          sums[layout.totals + row]);
+  }
+
+  mix<false>(values, span, layout, scratch, sums);
+  if (!all_finite(sums, layout.rows * layout.features)) {
+    mix<true>(values, span, layout, scratch, sums);
+  }
+}
+
+// --- The running softmax over blocks.
+
+inline void clear_sums(const Attention& a, int64_t tokens, float* sums) {
+  const Layout layout(a, tokens);
+  std::memset(sums, 0, layout.sums * sizeof(float));
+  for (int64_t row = 0; row < layout.rows; ++row) sums[layout.maxima + row] = kNothing;
+}
+
+// into: the sums of the blocks so far; next: those of the next block. One that a query does not see
+// changes nothing.
+inline void add_block(const Attention& a, int64_t tokens, const float* next, float* into) {
+  const Layout layout(a, tokens);
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    float& maximum = into[layout.maxima + row];
+    float& total = into[layout.totals + row];
+    const float other = next[layout.maxima + row], other_total = next[layout.totals + row];
+    if (other_total == 0) continue;
+    const float top = other > maximum ? other : maximum;
+    const float keep = exp2(maximum - top), gain = exp2(other - top);
+    maximum = top;
+    total = total * keep + other_total * gain;
+    for (int64_t e = row * layout.features; e < (row + 1) * layout.features; e += kLanes) {
+      const Float kept = load<Float>(into + e) * keep;
+      store(into + e, fma(load<Float>(next + e), splat(gain), kept));
+    }
+  }
+}
+
+inline void write_result(const Attention& a, const AttentionTile& tile, const float* sums) {
+  const Layout layout(a, tile.tokens);
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
+    float* out = a.out + (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+    const float* mixed = sums + row * layout.features;
+    const float total = sums[layout.totals + row];
+    // A sum that is zero has the sign of what was not seen: + 0 takes it away.
+    for (int64_t e = 0; e < a.e; ++e) out[e] = mixed[e] / (total == 0 ? 1 : total) + 0.0f;
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,16 @@
+// All kernels, for the instruction set that SPECJAX_ISA names and the compiler's flags allow.
+#include "activations.h"
+#include "attention.h"
+#include "matmul.h"
+
+namespace specjax::SPECJAX_ISA {
+
+#define SPECJAX_STRING(name) #name
+#define SPECJAX_NAME(name) SPECJAX_STRING(name)
+
+extern const Kernels kernels;
+const Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
+                         multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
+                         write_result};
+
+}  // namespace specjax::SPECJAX_ISA

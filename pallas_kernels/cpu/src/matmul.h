@@ -1,0 +1,250 @@
+// y[m, n] = Σ_groups scales · (sum over the group's inputs), for a panel of outputs and all rows.
+//
+// A row's result is a function of that row and the weight alone: every sum runs over the inputs in
+// one order, run after run, whatever the other rows are; the groups' integer sums are exact.
+#pragma once
+
+#include "groups.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kRowsPerPass = 96;  // rows that share one decoded panel: their y is in cache
+inline constexpr int kFewRows = 4;       // rows up to which a panel does not pay
+inline constexpr int kSmallestGroup = 32;
+
+template <Arithmetic A>
+struct Sums;  // of one group
+template <>
+struct Sums<Arithmetic::kInteger> {
+  using Vector = Int;
+  static Int add(Int sum, Word w, Word x) { return dot4(sum, w, x); }
+};
+template <>
+struct Sums<Arithmetic::kBfloat16> {
+  using Vector = Float;
+  static Float add(Float sum, Word w, Word x) { return dot2(sum, w, x); }
+};
+template <>
+struct Sums<Arithmetic::kFloat32> {
+  using Vector = Float;
+  static Float add(Float sum, Word w, Word x) { return fma((Float)w, (Float)x, sum); }
+};
+
+// One product of x with a weight, as all functions below see it.
+struct Product {
+  const Weight& w;
+  const Preparation& how;
+  const Prepared& x;
+
+  // Inputs per segment: of one run and one group.
+  template <Arithmetic A>
+  int64_t segment() const {
+    return w.quantized() && w.group_size < kRun<A> ? w.group_size : kRun<A>;
+  }
+
+  // The words of row `row` from input `start` on.
+  template <Arithmetic A>
+  const uint32_t* words(int64_t row, int64_t start) const {
+    return x.words + (row * how.inputs + start) / kPerWord<A>;
+  }
+};
+
+// y += the sums of the segment from input `start` on, for row `row` of x.
+template <Arithmetic A>
+inline void add_scaled(const Product& p, const Group& group, int64_t row, int64_t start,
+                       typename Sums<A>::Vector sum, Float& y) {
+  if constexpr (A == Arithmetic::kInteger) {
+    const int64_t index = (row * p.how.inputs + start) / p.how.sum_size;
+    sum -= group.zeros * static_cast<const int32_t*>(p.x.sums)[index];
+    const float x_scale = p.x.scales[(row * p.how.inputs + start) / p.how.group_size];
+    y = fma(to_float(sum), group.scale * x_scale, y);
+  } else {
+    if (p.w.zeros != nullptr) {  // the decoder has taken the offset away
+      const int64_t index = (row * p.how.inputs + start) / p.how.sum_size;
+      const Float zeros = to_float(offset(p.w.kind) - group.zeros);
+      sum = fma(zeros, splat(static_cast<const float*>(p.x.sums)[index]), sum);
+    }
+    y = fma(sum, group.scale, y);
+  }
+}
+
+// --- Many rows: a decoded panel serves all of them.
+
+// Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on.
+template <Arithmetic A, int R>
+inline void add_segment(const Product& p, const Group* groups, const Word* panel, int64_t start,
+                        int64_t row, Float* y) {
+  const int64_t stride = p.how.inputs / kPerWord<A>;
+  const uint32_t* words = p.words<A>(row, start);
+  typename Sums<A>::Vector sums[R][kVectors] = {};
+  for (int i = 0; i < p.segment<A>() / kPerWord<A>; ++i) {
+    Word weights[kVectors];
+    for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
+    for (int r = 0; r < R; ++r) {
+      const Word values = splat(words[r * stride + i]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      add_scaled<A>(p, groups[v], row + r, start, sums[r][v], y[r * kVectors + v]);
+    }
+  }
+}
+
+template <Arithmetic A, int R>
+inline void add_rows(const Product& p, const Group* groups, const Word* panel, int64_t start,
+                     int64_t row, int64_t rows, Float* y) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_rows<A, R - 1>(p, groups, panel, start, row, rows, y);
+  }
+  add_segment<A, R>(p, groups, panel, start, row, y);
+}
+
+// Adds a chunk for `m` rows from `first` on, in even portions of at most kRows.
+template <Arithmetic A, Kind kind>
+inline void add_chunk(const Product& p, const Rows& rows, Groups& groups, int64_t chunk,
+                      int64_t first, int64_t m, Float* y) {
+  alignas(64) Word panel[2 * kRunWords<A> * kVectors];
+  decode_chunk<A, kind>(rows, chunk, panel);
+  const int64_t portions = (m + kRows - 1) / kRows;
+  const int64_t segments = kRun<A> / p.segment<A>();
+  for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which `multiply_vector` ends them
+    const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s / segments;
+    const int64_t i = (kind <= Kind::kMxfp4 ? s / 2 : s % segments) * p.segment<A>();
+    const int64_t start = run_start<A>(p.w, chunk, run) + i;
+    Group group[kVectors];
+    for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, start);
+    const Word* part = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
+    for (int64_t portion = 0; portion < portions; ++portion) {
+      const int64_t row = m * portion / portions, next = m * (portion + 1) / portions;
+      add_rows<A, kRows>(p, group, part, start, first + row, next - row, y + row * kVectors);
+    }
+  }
+}
+
+// y[first … first + m - 1, the panel's columns].
+template <Arithmetic A, Kind kind>
+inline void multiply_many(const Product& p, int64_t column, int64_t first, int64_t m, float* y) {
+  alignas(64) Float sums[kRowsPerPass * kVectors];
+  std::memset(sums, 0, m * kVectors * sizeof(Float));
+  const Rows rows(p.w, column);
+  Groups groups(p.w, column);
+  for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
+    add_chunk<A, kind>(p, rows, groups, chunk, first, m, sums);
+  }
+  const int64_t columns = p.w.n - column < kColumns ? p.w.n - column : kColumns;
+  for (int64_t row = 0; row < m; ++row) {
+    std::memcpy(y + (first + row) * p.w.n + column, sums + row * kVectors, columns * sizeof(float));
+  }
+}
+
+// --- Few rows: decoding would cost more than the products, so nothing is stored in between. The
+// same sums in the same order.
+
+template <Arithmetic A, Kind kind, int R>
+inline void multiply_vector(const Product& p, const Rows& rows, Groups& groups, int vector,
+                            Float* y) {
+  using Vector = typename Sums<A>::Vector;
+  const Decoder<A, kind> decoder;
+  const int64_t segment = p.segment<A>(), stride = p.how.inputs / kPerWord<A>;
+  constexpr int bytes = chunk_bytes<A>(kind);
+  for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
+    const int64_t starts[2] = {run_start<A>(p.w, chunk, 0), run_start<A>(p.w, chunk, 1)};
+    const uint32_t* x[2] = {p.words<A>(0, starts[0]), p.words<A>(0, starts[1])};
+    Vector sums[2][R] = {};
+    for (int slab = 0; slab < bytes / kBytes; ++slab) {
+      Word words[kLanes];
+      read_slab(rows, vector, chunk * bytes + slab * kBytes, 2 * bytes, kLanes, words);
+      SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
+        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) {
+          SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+            const Word values = splat(x[run][r * stride + word]);
+            sums[run][r] = Sums<A>::add(sums[run][r], value, values);
+          }
+          const int64_t end = (word + 1) * kPerWord<A>;
+          if (end % kSmallestGroup == 0 && end % segment == 0) {
+            const Group group = groups.read(vector, starts[run] + end - segment);
+            SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+              add_scaled<A>(p, group, r, starts[run] + end - segment, sums[run][r], y[r]);
+              sums[run][r] = Vector{};
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+template <Arithmetic A, Kind kind, int R>
+inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) {
+  if constexpr (R > 1) {
+    if (m < R) return multiply_few<A, kind, R - 1>(p, column, m, y);
+  }
+  const Rows rows(p.w, column);
+  Groups groups(p.w, column);
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t left = p.w.n - column - v * kLanes;
+    if (left <= 0) return;
+    Float sums[R] = {};
+    multiply_vector<A, kind, R>(p, rows, groups, v, sums);
+    for (int r = 0; r < R; ++r) {
+      std::memcpy(y + r * p.w.n + column + v * kLanes, sums + r,
+                  (left < kLanes ? left : kLanes) * sizeof(float));
+    }
+  }
+}
+
+template <Arithmetic A, Kind kind>
+inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
+  if (m <= kFewRows) return multiply_few<A, kind, kFewRows>(p, column, m, y);
+  const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;
+    multiply_many<A, kind>(p, column, first, next - first, y);
+  }
+}
+
+template <Arithmetic A>
+inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
+  constexpr bool integers = A == Arithmetic::kInteger, floats = A == Arithmetic::kFloat32;
+  if (p.w.kind == Kind::kInt4) return multiply<A, Kind::kInt4>(p, m, column, y);
+  if (p.w.kind == Kind::kMxfp4) return multiply<A, Kind::kMxfp4>(p, m, column, y);
+  if constexpr (integers || floats) {
+    if (p.w.kind == Kind::kInt8) return multiply<A, Kind::kInt8>(p, m, column, y);
+  }
+  if constexpr (!integers) {
+    if (p.w.kind == Kind::kBfloat16) return multiply<A, Kind::kBfloat16>(p, m, column, y);
+  }
+  if constexpr (floats) multiply<A, Kind::kFloat32>(p, m, column, y);
+}
+
+inline void multiply_panel(const Weight& w, const Preparation& how, const Prepared& x, int64_t m,
+                           int64_t panel, float* y) {
+  const Product p{w, how, x};
+  const int64_t column = panel * kColumns;
+  if (how.arithmetic == Arithmetic::kInteger) {
+    multiply<Arithmetic::kInteger>(p, m, column, y);
+  } else if (how.arithmetic == Arithmetic::kFloat32) {
+    multiply<Arithmetic::kFloat32>(p, m, column, y);
+  } else if constexpr (kHasBf16) {
+    multiply<Arithmetic::kBfloat16>(p, m, column, y);
+  }
+}
+
+inline Preparation preparation(const Weight& w, const Input& x, int levels) {
+  Preparation how{};
+  how.levels = levels;
+  const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.kind == Kind::kBfloat16);
+  how.arithmetic = levels != 0 ? Arithmetic::kInteger
+                   : bfloat16  ? Arithmetic::kBfloat16
+                               : Arithmetic::kFloat32;
+  how.swap_pairs = w.nibbles();
+  const int64_t run = how.arithmetic == Arithmetic::kFloat32 ? kRun<Arithmetic::kFloat32> : 128;
+  how.inputs = (w.inputs + 2 * run - 1) / (2 * run) * (2 * run);
+  if (levels != 0) how.group_size = w.group_size;
+  if (levels != 0 || w.zeros != nullptr) how.sum_size = w.group_size < run ? w.group_size : run;
+  return how;
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,119 @@
+// What the handlers (handlers.cc) and the kernels of every instruction set say to each other.
+#pragma once
+
+#include <cstdint>
+
+namespace specjax {
+
+// The numbers of WEIGHT_KINDS in native.py.
+enum class Kind : int64_t { kInt4 = 0, kMxfp4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
+enum class Scale : int64_t { kBfloat16, kFloat16, kFloat32, kE8m0 };
+
+inline constexpr int64_t kPlane = 128;         // inputs per nibble plane
+inline constexpr int64_t kBlock = 2 * kPlane;  // inputs per packed block
+
+// A matrix [n, k] as pallas_kernels/formats.py describes it; `inputs` is k with its padding.
+struct Weight {
+  Kind kind;
+  int64_t n, inputs, row_bytes;
+  const uint8_t* data;
+  // Of quantized kinds: [n, groups]; inputs / group_size groups.
+  int64_t group_size, groups;
+  Scale scale;
+  const void* scales;
+  const int8_t* zeros;  // or null
+
+  bool quantized() const { return kind <= Kind::kInt8; }
+  bool nibbles() const { return kind <= Kind::kMxfp4; }
+};
+
+// The form in which x meets a weight: words of four int8, of two bfloat16, or of one float32.
+enum class Arithmetic { kInteger, kBfloat16, kFloat32 };
+
+// Everything that the preparation of x depends on.
+struct Preparation {
+  Arithmetic arithmetic;
+  int64_t inputs;      // padded with zeros
+  int64_t group_size;  // of integers: inputs per scale
+  int64_t sum_size;    // inputs per sum, or 0 where none is wanted
+  int levels;          // of integers: the largest magnitude
+  bool swap_pairs;     // of bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
+
+  bool operator==(const Preparation& other) const {
+    return arithmetic == other.arithmetic && inputs == other.inputs &&
+           group_size == other.group_size && sum_size == other.sum_size &&
+           levels == other.levels &&
+           swap_pairs == other.swap_pairs;
+  }
+};
+
+// x: f32 or bf16[m, k].
+struct Input {
+  const void* data;
+  bool bfloat16;
+  int64_t m, k;
+};
+
+// x prepared. words: [m, inputs / inputs per word]; scales: f32[m, inputs / group_size]; sums of the
+// values in `words`: i32 or f32[m, inputs / sum_size].
+struct Prepared {
+  uint32_t* words;
+  float* scales;
+  void* sums;
+};
+
+inline constexpr int64_t kAttentionBlock = 256;  // cache slots per step of the running softmax
+
+// One call of attention (pallas_kernels/attention.py), every buffer row-major.
+struct Attention {
+  const void *queries, *keys, *values;  // [b, tokens, heads, e], [b, slots, kv_heads, e] twice
+  bool queries_bfloat16, cache_bfloat16;
+  const int32_t *lengths, *positions;  // [b], [b, tokens]
+  const bool* mask;                    // [b, tokens, tokens], or null: each sees those before it
+  int64_t b, tokens, heads, e, slots, kv_heads;
+  int64_t group;  // heads / kv_heads
+  bool windowed;
+  int64_t window;
+  float scale;  // on scores, which are exponents of 2
+  float* out;   // [b, tokens, heads, e]
+};
+
+// The queries of `tokens` tokens from `token` on, of all heads that share the key-value head `head`.
+// Of the row's slots, only first … last - 1 are seen by any of them.
+struct AttentionTile {
+  int64_t row, head, token, tokens, first, last;
+};
+
+struct AttentionStep {
+  const AttentionTile* tile;
+  int64_t block;  // of kAttentionBlock slots
+};
+
+// Floats of a thread's scratch and of a tile's sums, for tiles of so many tokens.
+struct AttentionSizes {
+  int64_t scratch, sums;
+};
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  int64_t columns;  // outputs per panel
+  // How x must be prepared for `weight`; levels 0 stands for activations "a16".
+  Preparation (*preparation)(const Weight& weight, const Input& x, int levels);
+  // `values`: scratch for how.inputs floats.
+  void (*prepare_row)(const Preparation& how, const Input&, int64_t row, float* values,
+                      const Prepared&);
+  // Outputs `columns` · panel …; y: f32[m, n].
+  void (*multiply_panel)(const Weight&, const Preparation&, const Prepared&, int64_t m,
+                         int64_t panel, float* y);
+  AttentionSizes (*attention_sizes)(const Attention&, int64_t tokens);
+  // sums: of one tile over one block of slots. next: what the thread does then, or null.
+  void (*attend_block)(const Attention&, const AttentionStep&, const AttentionStep* next,
+                       float* scratch, float* sums);
+  void (*clear_sums)(const Attention&, int64_t tokens, float* sums);
+  // Takes the sums of the next block into those of the blocks before it.
+  void (*add_block)(const Attention&, int64_t tokens, const float* next, float* into);
+  void (*write_result)(const Attention&, const AttentionTile&, const float* sums);
+};
+
+}  // namespace specjax

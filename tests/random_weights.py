@@ -1,0 +1,79 @@
+"""One random weight of every format that `matmul` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.formats import (
+    Int4Weight,
+    Outliers,
+    Weight,
+    int4_from_integers,
+    int8_from_integers,
+    mxfp4_from_codes,
+    plain_weight,
+)
+
+
+def random_int4(
+    n: int, k: int, group_size: int | None = 128, dtype: str = "bfloat16", zeros: bool = False
+) -> Int4Weight:
+    """Every integer from -8 to 7; scales that differ by a factor of eight from group to group."""
+    rng = np.random.default_rng([n, k])
+    groups = 1 if group_size is None else -(-k // group_size)
+    scales = jnp.asarray(rng.uniform(0.005, 0.04, (n, groups)), dtype)
+    q = jnp.asarray(rng.integers(-8, 8, (n, k), dtype=np.int8))
+    points = jnp.asarray(rng.integers(-8, 8, (n, groups), dtype=np.int8)) if zeros else None
+    return int4_from_integers(q, scales, group_size, points)
+
+
+def with_outliers(n: int, k: int) -> Int4Weight:
+    """A few columns at 8 bits, ten times as large as the others."""
+    rng = np.random.default_rng([n, k, 1])
+    weight = random_int4(n, k)
+    columns = jnp.asarray(np.sort(rng.choice(k, size=min(k, 20), replace=False)), jnp.int32)
+    q = jnp.asarray(rng.integers(-8, 8, (n, k), dtype=np.int8)).at[:, columns].set(0)
+    inner = int4_from_integers(q, weight.scales[:, : -(-k // 128)])
+    outer = int8_from_integers(
+        jnp.asarray(rng.integers(-127, 128, (n, columns.size), dtype=np.int8)),
+        jnp.asarray(rng.uniform(0.005, 0.02, (n, 1)), jnp.float32),
+    )
+    return dataclasses.replace(inner, outliers=Outliers(columns, outer))
+
+
+def random_weights(n: int, k: int) -> dict[str, Weight]:
+    """A weight (n, k) of every format."""
+    rng = np.random.default_rng([n, k, 2])
+    codes = jnp.asarray(rng.integers(0, 16, (n, k), dtype=np.uint8))
+    exponents = jnp.asarray(rng.integers(120, 125, (n, -(-k // 32)), dtype=np.uint8))
+    bytes_ = jnp.asarray(rng.integers(-128, 128, (n, k), dtype=np.int8))
+    scales = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 64))), jnp.float32)
+    values = jnp.asarray(rng.normal(size=(n, k)) * 0.05, jnp.float32)
+    return {
+        "int4-32": random_int4(n, k, 32, "float16"),
+        "int4-64": random_int4(n, k, 64, "float32"),
+        "int4-128": random_int4(n, k, 128),
+        "int4-channel": random_int4(n, k, None),
+        "int4-32-zeros": random_int4(n, k, 32, zeros=True),
+        "int4-128-zeros": random_int4(n, k, 128, zeros=True),
+        "int4-channel-zeros": random_int4(n, k, None, "float32", zeros=True),
+        "int4-outliers": with_outliers(n, k),
+        "mxfp4": mxfp4_from_codes(codes, exponents),
+        "int8-64": int8_from_integers(bytes_, scales, 64),
+        "int8-channel": int8_from_integers(bytes_, scales[:, :1], None),
+        "bfloat16": plain_weight(values.astype(jnp.bfloat16)),
+        "float32": values,
+    }
+
+
+FORMATS = tuple(random_weights(1, 1))
+
+
+def random_rows(m: int, k: int, dtype: str = "bfloat16") -> jax.Array:
+    """[M, K], rows of different magnitudes."""
+    rng = np.random.default_rng([m, k])
+    return jnp.asarray(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), dtype)
