@@ -246,7 +246,7 @@ def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
 def _padded_groups(
     name: str,
     values: jax.Array,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     group_size: int | None,
     dtypes: tuple[str, ...],
 ) -> jax.Array:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import overload
+from typing import cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cpu, mosaic_tpu, reference, triton_gpu
+from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import check_activation
-from pallas_kernels.formats import Int4Weight, Quantized, Weight
+from pallas_kernels.formats import Int4Weight, Outliers, Quantized, Weight
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight
 
@@ -26,6 +26,7 @@ def _one_by_one(matmul: Callable[..., jax.Array]) -> Kernel:
 IMPLEMENTATIONS: dict[str, Kernel] = {
     "reference": _one_by_one(reference.matmul),
     "cpu": cpu.matmul,
+    "mosaic_gpu": _one_by_one(mosaic_gpu.matmul),
     "triton_gpu": _one_by_one(triton_gpu.matmul),
     "mosaic_tpu": _one_by_one(mosaic_tpu.matmul),
 }
@@ -76,21 +77,31 @@ def _products(
     """x: [M, K] -> f32[M, N] for every weight."""
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, weight.shape[0])) for weight in weights)
-    if len(weights) > 1 and any(_outliers(weight) for weight in weights):
-        return tuple(_products(x, (weight,), activation, kernel)[0] for weight in weights)
-    outliers = _outliers(weights[0])
-    if outliers is None:
+    if all(_outliers(weight) is None for weight in weights):
         return kernel(x, weights, activation=activation)
-    # The outliers must not set the scales of the groups that they are taken out of.
-    inner = (dataclasses.replace(weights[0], outliers=None),)
-    (y,) = kernel(x.at[:, outliers.columns].set(0), inner, activation=activation)
+    return tuple(_product(x, weight, activation, kernel) for weight in weights)
+
+
+def _product(x: jax.Array, weight: Weight, activation: str, kernel: Kernel) -> jax.Array:
+    """One weight, its outliers apart: they must not set the scales of the groups they left."""
+    outliers = _outliers(weight)
+    if outliers is None:
+        return kernel(x, (weight,), activation=activation)[0]
+    columns = outliers.columns
+    inner = (dataclasses.replace(cast(Int4Weight, weight), outliers=None),)
+    (y,) = kernel(x.at[:, columns].set(0), inner, activation=activation)
     precision = "a16" if activation == "a16" else "a8"
-    (outer,) = kernel(x[:, outliers.columns], (outliers.weight,), activation=precision)
-    return (y + outer,)
+    return y + kernel(x[:, columns], (outliers.weight,), activation=precision)[0]
 
 
-def _outliers(weight: Weight):
+def _outliers(weight: Weight) -> Outliers | None:
     return weight.outliers if isinstance(weight, Int4Weight) else None
+
+
+def _gpu_matmul(x: jax.Array, weight: Quantized, activation: str) -> jax.Array:
+    """Hopper's kernel where it serves, else the one for all GPUs. The weight's shape decides."""
+    hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
+    return (mosaic_gpu if hopper else triton_gpu).matmul(x, weight, activation)
 
 
 def _by_platform(
@@ -98,7 +109,7 @@ def _by_platform(
 ) -> tuple[jax.Array, ...]:
     choices = {"cpu": cpu.matmul if cpu.available() else IMPLEMENTATIONS["reference"]}
     if all(isinstance(weight, Quantized) for weight in weights):
-        choices |= {"cuda": IMPLEMENTATIONS["triton_gpu"], "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
+        choices |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
     return lax.platform_dependent(
         x,
         weights,

@@ -6,37 +6,60 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.activations import check_activation, quantize_activations
-from pallas_kernels.formats import SCALE_DTYPES, Int4Weight, check_group_size, padded_inputs
+from pallas_kernels.formats import (
+    SCALE_DTYPES,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Quantized,
+    check_group_size,
+    padded_inputs,
+)
 
 
-def check(x: jax.Array, weight: Int4Weight, activation: str) -> None:
-    """Raises ValueError unless x: bf16 or f32[M, K] fits the weight and nothing is empty."""
+def check(x: jax.Array, weight: Quantized, activation: str) -> None:
+    """Raises ValueError unless x: bf16 or f32[M, K] fits the weight and nothing is empty.
+
+    The weight's arrays must be what its format says, because kernels read them by it.
+    """
     check_activation(activation)
-    if not isinstance(weight, Int4Weight):
-        raise ValueError(f"weight must be an Int4Weight, got {type(weight).__name__}")
+    if not isinstance(weight, Quantized):
+        raise ValueError(
+            f"weight must be an Int4Weight, Mxfp4Weight or Int8Weight, got {type(weight).__name__}"
+        )
     n, k = weight.shape
     if x.ndim != 2 or x.shape[1] != k or 0 in (x.shape[0], n, k):
         raise ValueError(f"x of shape {x.shape} cannot be multiplied by a weight of {(n, k)}")
     if x.dtype.name not in ("bfloat16", "float32"):
         raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
-    _check_storage(weight)
-
-
-def _check_storage(weight: Int4Weight) -> None:
-    """Raises ValueError unless the arrays are what the format says: kernels read by it."""
     check_group_size(weight.group_size)
-    n, k = weight.shape
     inputs = padded_inputs(k)
-    groups = inputs // (weight.group_size or inputs)
-    packed, scales = weight.packed, weight.scales
-    if packed.shape != (n, inputs // 2) or packed.dtype.name != "uint8":
+    _check_arrays(weight, n, inputs, inputs // (weight.group_size or inputs))
+
+
+def _check_arrays(weight: Quantized, n: int, inputs: int, groups: int) -> None:
+    if isinstance(weight, Int8Weight):
+        _check_array("integers", weight.integers, (n, inputs), ("int8",))
+    else:
+        _check_array("packed", weight.packed, (n, inputs // 2), ("uint8",))
+    dtypes = ("uint8",) if isinstance(weight, Mxfp4Weight) else SCALE_DTYPES
+    _check_array("scales", weight.scales, (n, groups), dtypes)
+    if isinstance(weight, Int4Weight):
+        if weight.zeros is not None:
+            _check_array("zeros", weight.zeros, (n, groups), ("int8",))
+        if weight.outliers is not None:
+            raise ValueError(
+                "weight must have no outliers here, got some; pallas_kernels.matmul adds them"
+            )
+
+
+def _check_array(
+    name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]
+) -> None:
+    if array.shape != shape or array.dtype.name not in dtypes:
         raise ValueError(
-            f"packed must be uint8{[n, inputs // 2]}, got {packed.dtype.name}{list(packed.shape)}"
-        )
-    if scales.shape != (n, groups) or scales.dtype.name not in SCALE_DTYPES:
-        raise ValueError(
-            f"scales must be {' or '.join(SCALE_DTYPES)}{[n, groups]}, "
-            f"got {scales.dtype.name}{list(scales.shape)}"
+            f"{name} must be {' or '.join(dtypes)}{list(shape)}, "
+            f"got {array.dtype.name}{list(array.shape)}"
         )
 
 

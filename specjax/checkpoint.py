@@ -26,7 +26,13 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
+from pallas_kernels.formats import (
+    Bfloat16Weight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Outliers,
+)
 from specjax.atomic_directory import recover, replacing
 from specjax.config import ModelConfig
 from specjax.params import Params
@@ -34,7 +40,14 @@ from specjax.weight_names import named_weights, params_from_weights, weight_shap
 
 FORMAT_VERSION = 1
 VERSION_FIELD = "specjax_format"
-FORMATS = {"bfloat16": Bfloat16Weight, "int4": Int4Weight}
+FORMATS = {
+    "bfloat16": Bfloat16Weight,
+    "int4": Int4Weight,
+    "mxfp4": Mxfp4Weight,
+    "int8": Int8Weight,
+    "outliers": Outliers,
+}
+OPTIONAL = ("zeros", "outliers")  # parts that a weight may lack
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -158,32 +171,43 @@ def _checkpointer() -> ocp.Checkpointer:
 
 def _describe(params: Params) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
     """All arrays by name, and the static fields of every weight that is not an array itself."""
-    arrays, formats = {}, {}
+    arrays: dict[str, jax.Array] = {}
+    formats = {}
     for name, weight in named_weights(params).items():
         if isinstance(weight, jax.Array):
             arrays[name] = weight
-            continue
-        kind = next(key for key, cls in FORMATS.items() if isinstance(weight, cls))
-        formats[name] = {"format": kind} | {
-            field: getattr(weight, field) for field in _fields(type(weight), static=True)
-        }
-        for field in _fields(type(weight), static=False):
-            arrays[f"{name}.{field}"] = getattr(weight, field)
+        else:
+            formats[name] = _take_apart(name, weight, arrays)
     return arrays, formats
+
+
+def _take_apart(name: str, weight: Any, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Puts the arrays of a weight, or of a part of one, among `arrays`; returns the rest."""
+    kind = next(key for key, cls in FORMATS.items() if isinstance(weight, cls))
+    static = {field: getattr(weight, field) for field in _fields(type(weight), static=True)}
+    description = {"format": kind} | static
+    for field in _fields(type(weight), static=False):
+        value = getattr(weight, field)
+        if isinstance(value, jax.Array):
+            arrays[f"{name}.{field}"] = value
+        elif value is not None:
+            description[field] = _take_apart(f"{name}.{field}", value, arrays)
+    return description
 
 
 def _weight(
     name: str, description: Mapping[str, Any] | None, arrays: Mapping[str, jax.Array]
-) -> Weight:
-    """The inverse of `_describe` for one weight."""
+) -> Any:
+    """The inverse of `_describe` for one weight, or a part of one; None for a part that is not."""
     if description is None:
         return arrays[name]
     format_class = FORMATS[description["format"]]
-    fields: dict[str, Any] = {
-        field: arrays[f"{name}.{field}"] for field in _fields(format_class, static=False)
-    }
-    fields |= {field: description[field] for field in _fields(format_class, static=True)}
-    return format_class(**fields)
+    values = {field: description[field] for field in _fields(format_class, static=True)}
+    for field in _fields(format_class, static=False):
+        inner = description.get(field)
+        if inner is not None or f"{name}.{field}" in arrays or field not in OPTIONAL:
+            values[field] = _weight(f"{name}.{field}", inner, arrays)
+    return format_class(**values)
 
 
 def _fields(format_class: type[Any], *, static: bool) -> list[str]:

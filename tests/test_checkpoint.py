@@ -32,6 +32,7 @@ from specjax.params import Params
 from specjax.weight_names import named_weights, params_from_weights, weight_shapes
 from tests.hf_directories import write_model
 from tests.random_models import CONFIG, random_model
+from tests.random_weights import FORMATS, random_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 SCALING = RopeScaling("llama3", 8.0, 128)
@@ -106,6 +107,23 @@ def test_round_trip(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 # Values that arithmetic would change come back too: NaN with its payload, infinities, -0.
+# Every format of weight, with and without its optional parts, in a model that mixes them.
+def test_round_trip_of_every_format(tmp_path: Path) -> None:
+    params = random_model()
+    shapes = [linear.weight.shape for linear in params.linears()]
+    for name in FORMATS:
+        replaced = iter([random_weights(n, k)[name] for n, k in shapes])
+        weights = {
+            key: next(replaced) if len(shape) == 2 and key.startswith("layers") else weight
+            for (key, weight), shape in zip(
+                named_weights(params).items(), weight_shapes(params.config).values(), strict=True
+            )
+        }
+        mixed = params_from_weights(params.config, weights)
+        checkpoint.save(mixed, tmp_path / name)
+        assert_same(checkpoint.load(tmp_path / name), mixed)
+
+
 def test_round_trip_of_bits(tmp_path: Path) -> None:
     params = model("bfloat16")
     bits = np.arange(96 * 64, dtype=np.uint16).reshape(96, 64) * 11

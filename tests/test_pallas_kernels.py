@@ -25,6 +25,7 @@ from pallas_kernels.formats import (
     int4_from_integers,
     padded_inputs,
 )
+from tests.random_weights import random_int4, random_rows
 
 KERNELS = {"cuda": triton_gpu.matmul, "tpu": mosaic_tpu.matmul}
 CUSTOM_CALLS = {"cuda": "custom_call @__gpu$xla.gpu.triton", "tpu": "custom_call @tpu_custom_call"}
@@ -61,21 +62,6 @@ CASES = [  # M, N, K, group size, scales, activation
 platforms = pytest.mark.parametrize("platform", KERNELS)
 
 
-def random_weight(n: int, k: int, group_size: int | None, dtype: str = "bfloat16") -> Int4Weight:
-    """Every integer from -8 to 7; scales that differ by a factor of eight from group to group."""
-    rng = np.random.default_rng(n * k)
-    groups = 1 if group_size is None else -(-k // group_size)
-    scales = rng.uniform(0.005, 0.04, (n, groups))
-    q = rng.integers(-8, 8, (n, k), dtype=np.int8)
-    return int4_from_integers(jnp.asarray(q), jnp.asarray(scales, dtype), group_size)
-
-
-def random_rows(m: int, k: int) -> jax.Array:
-    """bf16[M, K], rows of different magnitudes."""
-    rng = np.random.default_rng(m + k)
-    return jnp.asarray(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), jnp.bfloat16)
-
-
 def interpreted(platform: str, x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray:
     """The platform's kernel, run without the platform: f32[M, N]."""
     call = jax.jit(KERNELS[platform], static_argnames=("activation", "interpret"))
@@ -99,7 +85,7 @@ def test_the_meaning_is_the_reference(platform: str, case: tuple) -> None:
     # |kernel − exact| and |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|: 16 roundings of
     # float32, where one misplaced nibble or scale costs 2^-10 and more.
     m, n, k, group_size, dtype, activation = case
-    x, weight = random_rows(m, k), random_weight(n, k, group_size, dtype)
+    x, weight = random_rows(m, k), random_int4(n, k, group_size, dtype)
     y = interpreted(platform, x, weight, activation)
     values, w = represented(x, weight, activation), np.asarray(dequantize(weight), np.float64)
     bound = np.abs(values) @ np.abs(w).T * 2.0**-20
@@ -114,22 +100,22 @@ def test_a_row_does_not_depend_on_the_others(
     platform: str, activation: str, group_size: int | None
 ) -> None:
     # kernel(x)[row] has the same bits however many rows there are, and wherever it stands.
-    x, weight = random_rows(33, 300), random_weight(96, 300, group_size)
+    x, weight = random_rows(33, 300), random_int4(96, 300, group_size)
     y = interpreted(platform, x, weight, activation)
     for m in (1, 17):
         np.testing.assert_array_equal(interpreted(platform, x[:m], weight, activation), y[:m])
     np.testing.assert_array_equal(interpreted(platform, x[::-1], weight, activation)[::-1], y)
 
 
-@platforms
-def test_every_tile_of_rows_runs_the_same_program(platform: str) -> None:
+def test_every_tile_of_rows_runs_the_same_program() -> None:
     # What holds for the bits here holds on a device if M chooses nothing but the number of tiles.
+    # (The TPU's tiles do depend on M: tests/test_mosaic_tpu.py.)
     def program(m: int) -> str:
-        jaxpr = jax.make_jaxpr(KERNELS[platform])(random_rows(m, 300), weight)
+        jaxpr = jax.make_jaxpr(triton_gpu.matmul)(random_rows(m, 300), weight)
         [call] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
         return str(call.params["jaxpr"])
 
-    weight = random_weight(96, 300, 128)
+    weight = random_int4(96, 300, 128)
     assert program(1) == program(17) == program(300)
 
 
@@ -146,7 +132,7 @@ def test_without_groups_the_integers_are_summed_exactly(platform: str) -> None:
 @platforms
 def test_a16_rounds_float32_to_bfloat16(platform: str) -> None:
     x = random_rows(3, 256).astype(jnp.float32) * 1.001
-    weight = random_weight(96, 256, 128)
+    weight = random_int4(96, 256, 128)
     rounded = interpreted(platform, x.astype(jnp.bfloat16), weight, "a16")
     np.testing.assert_array_equal(interpreted(platform, x, weight, "a16"), rounded)
 
@@ -161,7 +147,7 @@ def lowered(function, platform: str, *args: object) -> str:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_the_kernel_lowers(platform: str, activation: str, group_size: int | None) -> None:
-    x, weight = random_rows(17, 2304), random_weight(300, 2304, group_size)
+    x, weight = random_rows(17, 2304), random_int4(300, 2304, group_size)
     kernel = KERNELS[platform]
     text = lowered(lambda x, weight: kernel(x, weight, activation), platform, x, weight)
     assert text.count(CUSTOM_CALLS[platform]) == 1
@@ -169,7 +155,7 @@ def test_the_kernel_lowers(platform: str, activation: str, group_size: int | Non
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_door_leads_to_the_platform_s_kernel(activation: str) -> None:
-    x, weight = random_rows(3, 512), random_weight(96, 512, 128)
+    x, weight = random_rows(3, 512), random_int4(96, 512, 128)
     for platform in DEVICES:
         text = lowered(lambda x, w: door.matmul(x, w, activation), platform, x, weight)
         for target, call in CUSTOM_CALLS.items():
@@ -180,7 +166,7 @@ def test_the_door_leads_to_the_platform_s_kernel(activation: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_weight_is_unpacked_inside_the_kernel(platform: str, activation: str) -> None:
     # No array that the kernel takes or leaves has more elements than the packed weight.
-    x, weight = random_rows(3, 512), random_weight(96, 512, 128)
+    x, weight = random_rows(3, 512), random_int4(96, 512, 128)
     text = lowered(lambda x, w: door.matmul(x, w, activation), platform, x, weight)
     shapes = [shape.split("x") for shape in re.findall(r"tensor<([\dx]+)x[a-z]", text)]
     assert max(math.prod(map(int, shape)) for shape in shapes) == weight.packed.size
@@ -188,13 +174,13 @@ def test_the_weight_is_unpacked_inside_the_kernel(platform: str, activation: str
 
 @platforms
 def test_what_a_kernel_cannot_serve_is_refused(platform: str) -> None:
-    kernel, weight, x = KERNELS[platform], random_weight(96, 256, 128), random_rows(3, 256)
+    kernel, weight, x = KERNELS[platform], random_int4(96, 256, 128), random_rows(3, 256)
     refused = {
         r"x of shape \(3, 255\).*\(96, 256\)": (x[:, 1:], weight, "a16"),
         r"x of shape \(1, 3, 256\)": (x[None], weight, "a16"),
         r"x of shape \(0, 256\)": (x[:0], weight, "a16"),
         "x must be bfloat16 or float32, got float16": (x.astype(jnp.float16), weight, "a16"),
-        "must be an Int4Weight, got ArrayImpl": (x, dequantize(weight), "a16"),
+        "must be an Int4Weight, .*got ArrayImpl": (x, dequantize(weight), "a16"),
         "activation must be one of a16, a8, a4, got 'a6'": (x, weight, "a6"),
         "group_size must be .* got 16": (
             x, Int4Weight(weight.packed, weight.scales, 256, 16), "a8"),

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from checkpoints_tools.quantize.rtn import round_to_nearest
-from pallas_kernels.formats import Int4Weight, Weight, check_group_size, plain_values
+from pallas_kernels.formats import Quantized, Weight, check_group_size, plain_values
 from specjax.config import ModelConfig
 from specjax.params import Params
 from specjax.weight_names import HEAD, is_block_matrix, named_weights, params_from_weights
@@ -90,7 +90,7 @@ def _quantize_each(
     lm_head: bool,
 ) -> Iterator[tuple[str, Weight]]:
     def compress(name: str, weight: Weight) -> Weight:
-        if isinstance(weight, Int4Weight):
+        if isinstance(weight, Quantized):
             raise ValueError(f"{name} is quantized already; quantize a model in 16 or 32 bits")
         return METHODS[method](plain_values(weight), group_size)
 

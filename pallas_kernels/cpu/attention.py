@@ -56,9 +56,9 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
     """The call, under vmap: a batch of caches is more rows; else calls go one by one."""
 
     @custom_vmap
-    def call(*operands: jax.Array | None) -> jax.Array:
-        result = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
-        buffers = [operand for operand in operands if operand is not None]
+    def call(queries: jax.Array, *others: jax.Array | None) -> jax.Array:
+        result = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
+        buffers = [queries, *(operand for operand in others if operand is not None)]
         return jax.ffi.ffi_call("specjax_attention", result)(*buffers, **attributes)
 
     @call.def_vmap
@@ -87,5 +87,6 @@ def _as_rows(x: jax.Array, axis_size: int, is_batched: bool) -> jax.Array:
 def _pick(in_batched: list, operands: Operands, index: jax.Array) -> Operands:
     """The operands of one call of a batch of them."""
     return tuple(
-        x[index] if is_batched else x for x, is_batched in zip(operands, in_batched, strict=True)
+        x if x is None or not is_batched else x[index]
+        for x, is_batched in zip(operands, in_batched, strict=True)
     )

@@ -9,7 +9,7 @@ from functools import lru_cache
 import jax
 
 WEIGHT_KINDS = ("Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32")
-HANDLERS = ("specjax_matmul",)
+HANDLERS = ("specjax_matmul", "specjax_attention", "specjax_probe_read", "specjax_probe_multiply")
 
 
 @lru_cache(maxsize=1)

@@ -1,3 +1,3 @@
 """Matrix kernels for TPUs."""
 
-from pallas_kernels.mosaic_tpu.int4_matmul import matmul as matmul
+from pallas_kernels.mosaic_tpu.quantized_matmul import matmul as matmul

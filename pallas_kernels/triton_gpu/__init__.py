@@ -1,3 +1,3 @@
-"""Matrix kernels for NVIDIA GPUs."""
+"""Matrix kernels for NVIDIA GPUs of any generation."""
 
-from pallas_kernels.triton_gpu.int4_matmul import matmul as matmul
+from pallas_kernels.triton_gpu.quantized_matmul import matmul as matmul

@@ -1,5 +1,5 @@
-// The XLA handler of `attention`: checks every buffer, cuts the queries into tiles, and deals tiles,
-// or where there are few of them their blocks of slots, out to the threads.
+// The XLA handler of `attention`: checks every buffer, cuts the queries into tiles, and deals tiles
+// or their steps, blocks of slots, out to the threads.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -15,9 +15,9 @@ namespace specjax {
 namespace {
 
 constexpr int64_t kTileRows = 64;      // queries that share one decoded strip of the cache
-constexpr int64_t kTilesPerThread = 4;  // from which on a thread takes whole tiles, unless
-constexpr int64_t kFewRows = 16;        // memory bounds them: then steps, in the order of the memory
-constexpr int64_t kRunsPerThread = 4;   // of steps, that a thread takes at a time
+constexpr int64_t kTilesPerThread = 4;  // from which on a thread takes whole tiles, but not
+constexpr int64_t kFewRows = 16;        // of so few queries: then steps in the order of memory,
+constexpr int64_t kRunsPerThread = 4;   // a run of them at a time
 
 ffi::Error invalid(const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "specjax attention: " + message);
@@ -121,7 +121,9 @@ std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<Atte
   for (size_t first = 0; first < tiles.size(); first += a.kv_heads) {
     const int64_t end = end_block(tiles[first]);
     for (int64_t block = first_block(tiles[first]); block < end; ++block) {
-      for (int64_t head = 0; head < a.kv_heads; ++head) steps.push_back({&tiles[first + head], block});
+      for (int64_t head = 0; head < a.kv_heads; ++head) {
+        steps.push_back({&tiles[first + head], block});
+      }
     }
   }
   return steps;
@@ -133,15 +135,18 @@ void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
                   const std::vector<AttentionTile>& tiles, int64_t tokens) {
   const std::vector<AttentionStep> steps = find_steps(a, tiles);
   const int64_t count = steps.size(), stride = kernels.attention_sizes(a, tokens).sums;
-  const int64_t run = std::clamp<int64_t>(count / (kRunsPerThread * pool.num_threads()), 1, a.kv_heads);
+  const int64_t runs = kRunsPerThread * pool.num_threads();
+  const int64_t run = std::clamp<int64_t>(count / runs, 1, a.kv_heads);
   thread_local Memory shared;
   float* const all = shared.reserve((count + tiles.size()) * stride);
   parallel_for(pool, (count + run - 1) / run, [&](int64_t index) {
     float* scratch = thread_memory().reserve(kernels.attention_sizes(a, tokens).scratch);
     const int64_t end = std::min(count, (index + 1) * run);
+    const int64_t after = (index + pool.num_threads()) * run;  // most likely this thread's next run
     for (int64_t i = index * run; i < end; ++i) {
-      const AttentionStep* next = i + 1 < end ? &steps[i + 1] : nullptr;
-      kernels.attend_block(a, steps[i], next, scratch, all + i * stride);
+      const int64_t next = i + 1 < end ? i + 1 : after;
+      kernels.attend_block(a, steps[i], next < count ? &steps[next] : nullptr, scratch,
+                           all + i * stride);
     }
   });
   std::vector<int64_t> firsts(tiles.size());

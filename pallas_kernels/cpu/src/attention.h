@@ -8,18 +8,18 @@
 // query and of what it sees, whatever else shares the tile.
 #pragma once
 
-#include "activations.h"
-#include "panel.h"
-#include "simd.h"
-#include "types.h"
+#include "attention_input.h"
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kStrip = 64;  // slots decoded at once: of 64 features, a strip is in L1
 inline constexpr int kDirectRows = kRows;  // up to which values are decoded where they are used
-static_assert(kAttentionBlock % kStrip == 0 && kStrip % (kVectors * kLanes) == 0);
 
-// 2^x for x <= 0, a relative error below 1.5e-7 and exactly 1 at 0; 0 below 2^-126; a NaN stays one.
+inline AttentionSizes attention_sizes(const Attention& a, int64_t tokens) {
+  const Layout layout(a, tokens);
+  return {layout.scratch, layout.sums};
+}
+
+// 2^x for x <= 0: a relative error below 1.1e-7, exactly 1 at 0, 0 below 2^-126; a NaN stays one.
 inline Float exp2(Float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
   const Float clamped = x < -126.0f ? splat(-126.0f) : x;
@@ -38,98 +38,10 @@ inline Float exp2(Float x) {
 
 inline float exp2(float x) { return exp2(splat(x))[0]; }
 
-// Where the parts of a thread's scratch and of a tile's sums begin, in floats. `queries` · … rows.
-struct Layout {
-  explicit Layout(const Attention& a, int64_t tokens)
-      : rows(tokens * a.group),
-        features((a.e + 15) / 16 * 16),
-        keys(rows * features),
-        values(keys + (a.e + 31) / 32 * 32 * kStrip),
-        weights(values + kStrip * features),
-        seen(weights + rows * kAttentionBlock),
-        scratch(seen + tokens * kAttentionBlock),
-        maxima(rows * features),
-        totals(maxima + rows),
-        sums((totals + rows + 15) / 16 * 16) {}
-
-  int64_t rows, features;
-  // Scratch: queries [rows, features], keys [features, kStrip], values [kStrip, features],
-  // weights [rows, kAttentionBlock], seen [tokens, kAttentionBlock].
-  int64_t keys, values, weights, seen, scratch;
-  // Sums: mixed values [rows, features], maxima [rows], totals [rows].
-  int64_t maxima, totals, sums;
-};
-
-inline AttentionSizes attention_sizes(const Attention& a, int64_t tokens) {
-  const Layout layout(a, tokens);
-  return {layout.scratch, layout.sums};
-}
-
-// --- What is read.
-
-// One row's entries of one key-value head: slot s begins `stride` · s bytes on.
-//
-// What the next step reads is `ahead` bytes on: asked for between the sums of this one, since such
-// short pieces far apart are nothing that the hardware foresees.
-struct Entries {
-  Entries(const Attention& a, const AttentionStep& step, const AttentionStep* next,
-          const void* cache)
-      : bfloat16(a.cache_bfloat16),
-        features(a.e),
-        bytes(a.e * (bfloat16 ? 2 : 4)),
-        stride(a.kv_heads * bytes) {
-    start = static_cast<const uint8_t*>(cache) + offset(a, step);
-    ahead = next == nullptr ? 0 : offset(a, *next) - offset(a, step);
-    start -= step.block * kAttentionBlock * stride;
-  }
-
-  // Of the step's first slot.
-  int64_t offset(const Attention& a, const AttentionStep& step) const {
-    const int64_t slot = step.tile->row * a.slots + step.block * kAttentionBlock;
-    return slot * stride + step.tile->head * bytes;
-  }
-
-  void fetch_ahead(const uint8_t* p) const { __builtin_prefetch(p + ahead, 0, 2); }
-
-  bool bfloat16;
-  int64_t features, bytes, stride, ahead;
-  const uint8_t* start;
-};
-
-// What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
-struct Span {
-  Span(const AttentionTile& tile, int64_t block) {
-    const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
-    const int64_t skipped = tile.first > start ? (tile.first - start) / kStrip : 0;
-    first = start + skipped * kStrip;
-    end = tile.last < stop ? tile.last : stop;
-    strips = (end - first + kStrip - 1) / kStrip;
-  }
-
-  int64_t slot(int64_t strip) const { return first + strip * kStrip; }
-  // Slots in use of a strip.
-  int64_t count(int64_t strip) const {
-    return end - slot(strip) < kStrip ? end - slot(strip) : kStrip;
-  }
-
-  int64_t first, end, strips;
-};
+// One value in every lane, not so much as a zero added.
+inline Float spread(float x) { return (Float)splat(load_word(&x)); }
 
 // --- y[row, column] += Σ_i x[row, i] · m[i, column], i in order.
-
-// The values of m, kLanes at a time.
-struct Floats {
-  static constexpr int kSize = 4;
-  static constexpr bool kAhead = false;
-  static Float read(const uint8_t* p) { return load<Float>(p); }
-};
-struct Bfloat16s {
-  static constexpr int kSize = 2;
-  static constexpr bool kAhead = true;
-  static Float read(const uint8_t* p) {
-    return (Float)(__builtin_convertvector(load<Half>(p), Word) << 16);
-  }
-};
 
 // m_stride: in bytes.
 struct Factors {
@@ -155,7 +67,8 @@ inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, in
   const uint8_t* m = f.m + column * Values::kSize;
   y += row * y_stride + column;
   SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-    SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = load<Float>(y + r * y_stride + v * kLanes);
+    const float* from = y + r * y_stride;
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = load<Float>(from + v * kLanes);
   }
   for (int64_t i = 0; i < f.count; ++i, m += f.m_stride) {
     Float columns[V];
@@ -165,7 +78,7 @@ inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, in
       columns[v] = Values::read(from);
     }
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      const Float value = splat(x[r * f.x_stride + i]);
+      const Float value = spread(x[r * f.x_stride + i]);
       SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = fma(columns[v], value, sums[r][v]);
     }
   }
@@ -196,124 +109,6 @@ inline void add_product(const Factors& f, int64_t rows, int64_t columns, float* 
     const int64_t row = rows * i / portions, next = rows * (i + 1) / portions;
     add_strip<Values, kRows>(f, row, next - row, columns, y, y_stride);
   }
-}
-
-// --- Reading.
-
-// The tile's queries times the scale of the scores: f32[rows, features].
-inline void read_queries(const Attention& a, const AttentionTile& tile, const Layout& layout,
-                         float* queries) {
-  for (int64_t row = 0; row < layout.rows; ++row) {
-    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
-    const int64_t index = (token * a.heads + tile.head * a.group + row % a.group) * a.e;
-    float* out = queries + row * layout.features;
-    if (a.queries_bfloat16) {
-      const uint16_t* bits = static_cast<const uint16_t*>(a.queries) + index;
-      for (int64_t i = 0; i < a.e; ++i) out[i] = bfloat16_value(bits[i]) * a.scale;
-    } else {
-      const float* values = static_cast<const float*>(a.queries) + index;
-      for (int64_t i = 0; i < a.e; ++i) out[i] = values[i] * a.scale;
-    }
-  }
-}
-
-// kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any that can
-// be read.
-inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* keys) {
-  for (int64_t first = 0; first < kStrip; first += kLanes) {
-    const uint8_t* rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t each = slot + first + i;
-      rows[i] = entries.start + (each < end ? each : end - 1) * entries.stride;
-    }
-    for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
-      Word words[kLanes];
-      const int64_t left = entries.bytes - byte;
-      for (int i = 0; i < kLanes; ++i) {
-        entries.fetch_ahead(rows[i] + byte);
-        if (left >= kBytes) {
-          words[i] = load<Word>(rows[i] + byte);
-        } else {
-          words[i] = Word{};
-          std::memcpy(&words[i], rows[i] + byte, left);
-        }
-      }
-      transpose(words);
-      float* out = keys + first + byte / (entries.bfloat16 ? 2 : 4) * kStrip;
-      for (int i = 0; i < kLanes; ++i) {
-        if (entries.bfloat16) {
-          store(out + 2 * i * kStrip, words[i] << 16);
-          store(out + (2 * i + 1) * kStrip, words[i] & 0xFFFF0000u);
-        } else {
-          store(out + i * kStrip, words[i]);
-        }
-      }
-    }
-  }
-}
-
-// kLanes values of a slot, of which `left` are there.
-inline Float read_values(const Entries& entries, const uint8_t* from, int64_t left) {
-  if (!entries.bfloat16) {
-    Float values{};
-    if (left >= kLanes) return load<Float>(from);
-    std::memcpy(&values, from, left * sizeof(float));
-    return values;
-  }
-  if (left >= kLanes) return Bfloat16s::read(from);
-  uint16_t bits[kLanes] = {};
-  std::memcpy(bits, from, left * sizeof(uint16_t));
-  return Bfloat16s::read(reinterpret_cast<const uint8_t*>(bits));
-}
-
-// `count` slots from `slot` on: f32[count, features].
-inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
-                        float* values) {
-  const int64_t size = entries.bfloat16 ? 2 : 4;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint8_t* from = entries.start + (slot + i) * entries.stride;
-    for (int64_t e = 0; e < layout.features; e += kLanes) {
-      const int64_t left = entries.bytes / size - e;
-      if (e * size % 64 == 0) entries.fetch_ahead(from + e * size);
-      const Float v = left > 0 ? read_values(entries, from + e * size, left) : Float{};
-      store(values + i * layout.features + e, v);
-    }
-  }
-}
-
-// --- Seeing.
-
-// Which of `count` slots from `first` on a token sees: all ones or zero in seen[count].
-inline void see_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t first,
-                      int64_t count, uint32_t* seen) {
-  const int64_t length = a.lengths[tile.row];
-  const int32_t* positions = a.positions + tile.row * a.tokens;
-  const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
-  const bool* shown = a.mask == nullptr ? nullptr : a.mask + (tile.row * a.tokens + token) * a.tokens;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t slot = first + i, index = slot - length;
-    bool visible = index < 0 ? slot >= oldest : index < a.tokens;
-    if (index >= 0 && visible) {
-      visible = (shown == nullptr ? index <= token : shown[index]) && positions[index] >= oldest;
-    }
-    seen[i] = visible ? ~0u : 0u;
-  }
-}
-
-// The same for all tokens of the tile, at seen[token · kAttentionBlock]; false where all of them
-// see all slots, and nothing was written.
-inline bool see(const Attention& a, const AttentionTile& tile, int64_t first, int64_t count,
-                uint32_t* seen) {
-  const int64_t chain = a.mask == nullptr && !a.windowed ? tile.token + 1 : 0;
-  bool all = first + count <= a.lengths[tile.row] + chain;
-  for (int64_t t = 0; t < tile.tokens && all && a.windowed; ++t) {
-    all = first > a.positions[tile.row * a.tokens + tile.token + t] - a.window;
-  }
-  if (all) return false;
-  for (int64_t t = 0; t < tile.tokens; ++t) {
-    see_token(a, tile, tile.token + t, first, count, seen + t * kAttentionBlock);
-  }
-  return true;
 }
 
 // --- The softmax of a block.
@@ -350,11 +145,11 @@ inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& max
 inline void score(const Entries& entries, const Span& span, const Layout& layout,
                   float* scratch) {
   float *keys = scratch + layout.keys, *scores = scratch + layout.weights;
-  std::memset(scores, 0, layout.rows * kAttentionBlock * sizeof(float));
+  std::memset(scores, 0, layout.rows * kWeightStride * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
     read_keys(entries, span.slot(i), span.end, keys);
     const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
-    add_product<Floats>(factors, layout.rows, kStrip, scores + i * kStrip, kAttentionBlock);
+    add_product<Floats>(factors, layout.rows, kStrip, scores + i * kStrip, kWeightStride);
   }
 }
 
@@ -390,7 +185,7 @@ inline void mix(const Entries& entries, const Span& span, const Layout& layout,
   for (int64_t i = 0; i < span.strips; ++i) {
     const float* weights = scratch + layout.weights + i * kStrip;
     const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
-    const Factors factors(weights, kAttentionBlock, direct, entries.stride, span.count(i),
+    const Factors factors(weights, kWeightStride, direct, entries.stride, span.count(i),
                           entries.ahead);
     if (!careful && whole && !entries.bfloat16) {
       add_product<Floats>(factors, rows, features, sums, features);
@@ -398,7 +193,7 @@ inline void mix(const Entries& entries, const Span& span, const Layout& layout,
       add_product<Bfloat16s>(factors, rows, features, sums, features);
     } else {
       read_values(entries, span.slot(i), span.count(i), layout, values);
-      const Factors decoded(weights, kAttentionBlock, values, features * sizeof(float),
+      const Factors decoded(weights, kWeightStride, values, features * sizeof(float),
                             span.count(i));
       if (careful) {
         add_careful(decoded, rows, features, sums);
@@ -424,7 +219,7 @@ inline void attend_block(const Attention& a, const AttentionStep& step, const At
   const bool masked = see(a, tile, span.first, count, seen);
   for (int64_t row = 0; row < layout.rows; ++row) {
     const uint32_t* mask = masked ? seen + row / a.group * kAttentionBlock : nullptr;
-    weigh(scratch + layout.weights + row * kAttentionBlock, mask, count, sums[layout.maxima + row],
+    weigh(scratch + layout.weights + row * kWeightStride, mask, count, sums[layout.maxima + row],
           sums[layout.totals + row]);
   }
 

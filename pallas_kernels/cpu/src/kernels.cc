@@ -2,6 +2,7 @@
 #include "activations.h"
 #include "attention.h"
 #include "matmul.h"
+#include "probe.h"
 
 namespace specjax::SPECJAX_ISA {
 
@@ -11,6 +12,6 @@ namespace specjax::SPECJAX_ISA {
 extern const Kernels kernels;
 const Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
                          multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
-                         write_result};
+                         write_result, read_only, multiply_only, kProbeOperations};
 
 }  // namespace specjax::SPECJAX_ISA

@@ -78,8 +78,8 @@ struct Attention {
   float* out;   // [b, tokens, heads, e]
 };
 
-// The queries of `tokens` tokens from `token` on, of all heads that share the key-value head `head`.
-// Of the row's slots, only first … last - 1 are seen by any of them.
+// The queries of `tokens` tokens from `token` on, of all heads that share the key-value head
+// `head`. Of the row's slots, only first … last - 1 are seen by any of them.
 struct AttentionTile {
   int64_t row, head, token, tokens, first, last;
 };
@@ -114,6 +114,10 @@ struct Kernels {
   // Takes the sums of the next block into those of the blocks before it.
   void (*add_block)(const Attention&, int64_t tokens, const float* next, float* into);
   void (*write_result)(const Attention&, const AttentionTile&, const float* sums);
+  // For measuring (probe.h): both do nothing of use, and return a number that depends on it.
+  uint32_t (*read)(const uint8_t* data, int64_t size);
+  uint32_t (*multiply)(Arithmetic);
+  int64_t operations;  // of one call of `multiply` for kFloat32; twice and four times for the others
 };
 
 }  // namespace specjax

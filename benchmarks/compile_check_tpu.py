@@ -1,0 +1,208 @@
+"""Compiles the TPU kernel for real TPUs, without one: what the compiler accepts, and what it says.
+
+The compiler is the one in the `libtpu` package (`pip install libtpu`, in the version that
+`jax[tpu]` asks for); no TPU is touched. Every weight format, for the matrices of Llama-3.2-1B,
+Llama-3-8B and Qwen2.5-7B. What does not compile, or needs more VMEM than there is, is a failure.
+
+The columns: VMEM that the kernel holds; vector registers that the schedule spills; and the cycles
+that the compiler schedules for one turn of the kernel's loop and for each 1024 weights of it,
+without waiting for memory. They are the compiler's numbers, no measurement.
+
+    python -m benchmarks.compile_check_tpu --json benchmarks/results/compile_check_tpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+DUMP = Path(tempfile.mkdtemp(prefix="compile_check_tpu_"))
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh  # noqa: E402
+
+from benchmarks.common import table, write  # noqa: E402
+from pallas_kernels import mosaic_tpu  # noqa: E402
+from pallas_kernels.formats import (  # noqa: E402
+    BLOCK,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Quantized,
+    padded_inputs,
+)
+from pallas_kernels.mosaic_tpu import quantized_matmul  # noqa: E402
+from pallas_kernels.mosaic_tpu.decode import storage  # noqa: E402
+
+CHIPS = {"v5e": ("v5e:2x2", "TPU v5 lite"), "v6e": ("v6e:2x2", "TPU v6 lite"),
+         "tpu7x": ("tpu7x:2x2x1", "TPU7x")}  # fmt: skip
+MATRICES = {  # K, N
+    "Llama-3.2-1B": ((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),
+    "Llama-3-8B": ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)),
+    "Qwen2.5-7B": ((3584, 3584), (3584, 512), (3584, 18944), (18944, 3584)),
+}
+ROWS = (1, 8, 32, 128)
+FORMATS = (
+    "int4",
+    "int4 32",
+    "int4 64",
+    "int4 None",
+    "int4 zeros",
+    "mxfp4",
+    "int8 128",
+    "int8 None",
+)
+COLUMNS = ("chip", "format", "activation", "M", "K", "N", "vmem_kib", "spills", "turn_cycles",
+           "cycles_per_1024", "seconds", "error")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--quick", action="store_true", help="one matrix of every format")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    options = parser.parse_args()
+    rows = []
+    try:
+        for chip in options.chips:
+            for case in _cases(options.quick):
+                rows.append(_check(chip, **case))
+                print(table(rows[-1:], COLUMNS).splitlines()[-1], flush=True)
+    finally:
+        shutil.rmtree(DUMP)
+    failed = [row for row in rows if row["error"]]
+    print(f"\n{table(failed or rows, COLUMNS)}\n\n{len(rows)} compiled, {len(failed)} failed")
+    write(options.json, rows)
+    sys.exit(1 if failed else 0)
+
+
+def _cases(quick: bool) -> Iterator[dict[str, Any]]:
+    """What is compiled for every chip."""
+    for name in FORMATS:
+        for activation in ("a16", "a8"):
+            for m, k, n in ((8, 4096, 14336), (128, 14336, 4096), (300, 172, 37))[
+                : 1 if quick else 3
+            ]:
+                yield {"name": name, "activation": activation, "m": m, "k": k, "n": n}
+    if quick:
+        return
+    for activation in ("a16", "a8"):
+        yield {
+            "name": "int4",
+            "activation": activation,
+            "m": 8,
+            "k": 4096,
+            "n": 4096,
+            "whole": True,
+        }
+        for k, n in (matrix for matrices in MATRICES.values() for matrix in matrices):
+            for m in ROWS:
+                yield {"name": "int4", "activation": activation, "m": m, "k": k, "n": n}
+
+
+def _check(
+    chip: str, name: str, activation: str, m: int, k: int, n: int, whole: bool = False
+) -> dict[str, Any]:
+    """One compilation; `whole`: with the quantization of x around the kernel."""
+    row = {"chip": chip, "format": name, "activation": activation, "M": m, "K": k, "N": n}
+    begin = time.perf_counter()
+    try:
+        function, arguments = (_matmul if whole else _kernel)(chip, name, activation, m, k, n)
+        _compile(chip, function, *arguments)
+        row |= {**_schedule(arguments[-1]), "error": ""}
+    except Exception as error:  # whatever the compiler raises is what this script is for
+        row |= {"error": " ".join(str(error).split())[:300] or type(error).__name__}
+    return {**row, "seconds": round(time.perf_counter() - begin, 2)}
+
+
+def _matmul(
+    chip: str, name: str, activation: str, m: int, k: int, n: int
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    return lambda x, weight: mosaic_tpu.matmul(x, weight, activation), (x, _weight(name, n, k))
+
+
+def _kernel(
+    chip: str, name: str, activation: str, m: int, k: int, n: int
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+    weight = _weight(name, n, k)
+    with _on(chip):
+        int8 = activation != "a16" and quantized_matmul.multiplies_int8()
+    inputs = padded_inputs(k)
+    values = jax.ShapeDtypeStruct((m, inputs), jnp.int8 if int8 else jnp.bfloat16)
+    group = jax.ShapeDtypeStruct((m, inputs // (weight.group_size or inputs)), jnp.float32)
+    per_group = {} if activation == "a16" else {"x_scales": group}
+    if name == "int4 zeros":
+        per_group["x_sums"] = group
+    return quantized_matmul.multiply, (values, per_group, weight)
+
+
+def _weight(name: str, n: int, k: int) -> Quantized:
+    """A weight of shapes only. name: its format and, if not 128, its group."""
+    kind, _, detail = name.partition(" ")
+    inputs = padded_inputs(k)
+    packed = jax.ShapeDtypeStruct((n, inputs // 2), jnp.uint8)
+    if kind == "mxfp4":
+        return Mxfp4Weight(packed, jax.ShapeDtypeStruct((n, inputs // 32), jnp.uint8), k)
+    group_size = None if detail == "None" else int(detail) if detail.isdigit() else 128
+    scales = jax.ShapeDtypeStruct((n, inputs // (group_size or inputs)), jnp.bfloat16)
+    if kind == "int8":
+        integers = jax.ShapeDtypeStruct((n, inputs), jnp.int8)
+        return Int8Weight(integers, scales, k, group_size)
+    zeros = jax.ShapeDtypeStruct(scales.shape, jnp.int8) if detail == "zeros" else None
+    return Int4Weight(packed, scales, k, group_size, zeros)
+
+
+def _on(chip: str):
+    """A context in which code is traced for the chip."""
+    device = AbstractDevice(CHIPS[chip][1], 1, "tpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def _compile(chip: str, function: Callable[..., jax.Array], *arguments: Any) -> None:
+    for file in DUMP.iterdir():
+        file.unlink()
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0])
+    device = SingleDeviceSharding(topology.devices[0])
+    with _on(chip):
+        traced = jax.jit(function, in_shardings=device, out_shardings=device).trace(*arguments)
+        traced.lower(lowering_platforms=("tpu",)).compile()
+
+
+def _schedule(weight: Quantized) -> dict[str, Any]:
+    """What the compiler's dump says of the kernel, the one program that has scratch operands."""
+    [original] = (
+        path for path in DUMP.glob("*-original.txt") if "'scratch operand'" in path.read_text()
+    )
+    program = original.name.rsplit("-", 2)[0]
+    [bundles] = DUMP.glob(f"{program}-*-final_bundles.txt")
+    allocations, text = original.read_text(), bundles.read_text()
+    sizes = re.findall(r"space=vmem, size = (0x[0-9a-f]+)", allocations)
+    turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", text, re.MULTILINE))
+    stored = storage(weight).shape[1]
+    found = re.search(rf"window shape is [us]8\[(\d+),{stored}\]", allocations)
+    weights = quantized_matmul.BLOCKS_PER_TURN * BLOCK * int(found[1])
+    loops = weight.shape[1] >= 2 * quantized_matmul.BLOCKS_PER_TURN * BLOCK
+    return {
+        "vmem_kib": sum(int(size, 16) for size in sizes) // 1024,
+        "spills": len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text)),
+        "turn_cycles": turn if loops else "",
+        "cycles_per_1024": 1024 * turn / weights if loops else "",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""PyTorch's CPU kernels for the products that benchmarks/kernels.py measures, where installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+try:
+    import torch
+except ImportError:  # an optional peer
+    torch = None
+
+
+def times(
+    kernel: str,
+    rows: int,
+    n: int,
+    k: int,
+    seconds: Callable[[Callable[[int], object], int], float],
+    cache_bytes: float,
+) -> Iterator[tuple[str, float]]:
+    """(name, seconds per product) of PyTorch's counterpart of a kernel; none where there is none.
+
+    `seconds(function, calls)` is the time of one call; call i uses copy i of the weight.
+    """
+    makers = {"w4a16": _int4, "w8a8": _int8, "w16a16": _bfloat16}
+    if torch is None or kernel not in makers:
+        return
+    per_weight = {"w4a16": 0.5, "w8a8": 1, "w16a16": 2}[kernel] * n * k
+    copies = max(2, int(cache_bytes // per_weight) + 1)
+    name, products = makers[kernel](rows, n, k, copies)
+    yield name, seconds(lambda i: products[i](), copies)
+
+
+def _int4(rows: int, n: int, k: int, copies: int) -> tuple[str, list[Callable[[], Any]]]:
+    x = torch.randn(rows, k, dtype=torch.bfloat16)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.int32)
+    scales = torch.rand(k // 128, n, 2).to(torch.bfloat16)
+    op = torch.ops.aten
+    packed = [op._convert_weight_to_int4pack_for_cpu(codes, 1) for _ in range(copies)]
+    return "torch_int4pack", [
+        lambda w=w: op._weight_int4pack_mm_for_cpu(x, w, 128, scales) for w in packed
+    ]
+
+
+def _int8(rows: int, n: int, k: int, copies: int) -> tuple[str, list[Callable[[], Any]]]:
+    x = torch.randint(-127, 128, (rows, k), dtype=torch.int8)
+    weights = [torch.randint(-127, 128, (n, k), dtype=torch.int8).t() for _ in range(copies)]
+    return "torch_int_mm", [lambda w=w: torch._int_mm(x, w) for w in weights]
+
+
+def _bfloat16(rows: int, n: int, k: int, copies: int) -> tuple[str, list[Callable[[], Any]]]:
+    x = torch.randn(rows, k, dtype=torch.bfloat16)
+    weight = torch.randn(n, k, dtype=torch.bfloat16)
+    weights = [weight.clone() for _ in range(copies)]
+    return "torch_bf16", [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]

@@ -1,0 +1,33 @@
+"""What this machine can do, measured by the kernels' own threads and vectors (src/probe.cc)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu.native import instruction_sets
+
+ARITHMETICS = ("integer", "bfloat16", "float32")  # in the order of src/types.h
+_SECONDS = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def read_bandwidth(data: jax.Array) -> float:
+    """Bytes per second of one pass over data: uint8[n], which should not fit into the caches."""
+    assert instruction_sets()
+    seconds = jax.jit(lambda x: jax.ffi.ffi_call("specjax_probe_read", _SECONDS)(x))(data)
+    return data.size / float(seconds)
+
+
+def peak(arithmetic: str, count: int = 512) -> float:
+    """Operations per second, an addition and a product counted as two, with nothing to read.
+
+    Args:
+      arithmetic: "integer" (int8 products), "bfloat16" or "float32".
+      count: work to measure, in units of some ten microseconds.
+    """
+    assert instruction_sets()
+    call = jax.ffi.ffi_call("specjax_probe_multiply", (_SECONDS, _SECONDS))
+    index = np.int64(ARITHMETICS.index(arithmetic))
+    seconds, operations = jax.jit(lambda: call(arithmetic=index, count=np.int64(count)))()
+    return float(operations) / float(seconds)

@@ -1,0 +1,314 @@
+"""The kernel: Hopper's `wgmma` on a packed weight that comes through the TMA.
+
+The weight is the left operand, unpacked in registers, so that the few rows of x are the narrow side
+of the product. One warpgroup copies, the others compute 64 outputs each. Blocks of the grid are as
+many as a machine has multiprocessors; each walks over its items of work, and the copying runs ahead
+from one item into the next, so the memory never waits for a product to end.
+
+A weight's inputs fall into segments of `per_segment` blocks of 256. What the kernel means is
+
+    y[m, n] = Σ_segment ( Σ_group scale[m, n, group] · product[m, n, group] )
+
+both sums from the left. Whether an item is one segment (and the segments' sums are added
+afterwards) or all of them is a matter of schedule: the additions are the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.formats import BLOCK, PLANE
+from pallas_kernels.mosaic_gpu import registers, words
+from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, ROWS, Plan
+from pallas_kernels.mosaic_gpu.registers import ACCUMULATOR, PACKED
+
+COPY_REGISTERS = 40  # the copying warpgroup leaves its registers to the two others
+COMPUTE_REGISTERS = 232
+# The accumulator with one value per register, as stores to another order of dimensions need it.
+_SINGLE = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
+    warp_dims=(-8,),
+    lane_dims=(-4, -3),
+    vector_dim=-1,
+)
+_PER_OUTPUT = ACCUMULATOR.reduce(1)  # one value per row of the accumulator
+_PER_ROW = ACCUMULATOR.reduce(0)  # one per row of x
+_LOAD_NEEDS_INDEX = (
+    inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+)
+
+
+def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
+    """Runs the kernel on `plan.operands`.
+
+    x: int8 or bf16[M, K], packed: uint8[N, K / 2], scales: [N, blocks · groups], zeros: int8[N,
+    blocks · groups or 1], x_groups: f32[blocks, x_rows, M]: the groups' scales of x, then where
+    the weight has zeros the groups' sums of x.
+
+    Returns:
+      The sums of the parts: f32 or int32[parts, M, N].
+    """
+    return plgpu.kernel(
+        partial(_body, plan),
+        out_type=jax.ShapeDtypeStruct((plan.parts, plan.m, plan.n), plan.sum_dtype),
+        scratch_types=_scratch(plan),
+        grid=(min(plan.items, MULTIPROCESSORS),),
+        grid_names=("block",),
+        num_threads=plan.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="specjax_matmul",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(*operands)
+
+
+def _scratch(plan: Plan) -> dict[str, Any]:
+    """Shared memory: a ring of blocks, and for each a barrier when it is full and when empty."""
+    arrivals = 2 + ("x_groups" in plan.operands)
+    scratch = {
+        "packed_ring": _swizzled((plan.stages, plan.n_tile, PLANE), jnp.uint8, PLANE),
+        "x_ring": _swizzled((plan.stages, plan.m_tile, BLOCK), plan.decoder.dtype, plan.swizzle),
+        "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.stages),
+        "empty": plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
+    }
+    if "x_groups" in plan.operands:
+        shape = (plan.stages, plan.x_rows, plan.m_tile)
+        scratch["x_groups_ring"] = plgpu.SMEM(shape, jnp.float32)
+    if plan.interpreted:
+        shape = (plan.warpgroups, ROWS, plan.width)
+        scratch["operand"] = plgpu.SMEM(shape, plan.decoder.dtype)
+    return scratch
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
+    """Shared memory as `wgmma` reads it: tiles of 8 rows of `swizzle` bytes."""
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _body(plan: Plan, *refs, **scratch) -> None:
+    """One block of the grid: its last warpgroup copies, the others compute."""
+    memory = SimpleNamespace(**dict(zip((*plan.operands, "out"), refs, strict=True)), **scratch)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == plan.warpgroups)
+    def copy():
+        if plan.warpgroups > 1:
+            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        done = _walk(plan, partial(_copy_segment, plan, memory))
+
+        def drain(i: jax.Array, _: None) -> None:
+            plgpu.barrier_wait(memory.empty.at[lax.rem(i, jnp.int32(plan.stages))])
+
+        lax.fori_loop(jnp.maximum(done - plan.stages, 0), done, drain, None)
+
+    @pl.when(warpgroup < plan.warpgroups)
+    def compute():
+        if plan.warpgroups > 1:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        _walk(plan, partial(_compute_segment, plan, memory, warpgroup))
+
+
+def _walk(plan: Plan, visit: Callable[..., None]) -> jax.Array:
+    """Calls visit(row, column, part, segment, done) for this block's share of the work, in order.
+
+    row, column: numbers of the tile; done: blocks of inputs that were visited before. Returns how
+    many were visited in all.
+    """
+    rows, columns = plan.m // plan.m_tile, plan.n // plan.n_tile
+    grid, per_part = min(plan.items, MULTIPROCESSORS), plan.segments // plan.parts
+    block = lax.axis_index("block")
+
+    def item(i: jax.Array, done: jax.Array) -> jax.Array:
+        # Neighbours in time share a tile of the weight, which then comes from the cache.
+        tile, row = _divide(block + i * grid, rows)
+        part, column = _divide(tile, columns)
+
+        def segment(s: jax.Array, done: jax.Array) -> jax.Array:
+            visit(row, column, part, s, done)
+            return done + _steps(plan, s)
+
+        return lax.fori_loop(part * per_part, (part + 1) * per_part, segment, done)
+
+    count = lax.div(plan.items - 1 - block, jnp.int32(grid)) + 1
+    return lax.fori_loop(0, count, item, jnp.int32(0))
+
+
+def _divide(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
+
+
+def _steps(plan: Plan, segment: jax.Array) -> jax.Array:
+    """Blocks of inputs of a segment; the last one may be short."""
+    return jnp.minimum(plan.per_segment, plan.blocks - segment * plan.per_segment)
+
+
+def _copy_segment(plan: Plan, memory, row, column, part, segment, done) -> None:
+    """Fills the ring with a segment's blocks, each as soon as its slot is free."""
+    del part
+    rows = pl.ds(row * plan.m_tile, plan.m_tile)
+    outputs = pl.ds(column * plan.n_tile, plan.n_tile)
+
+    def step(i: jax.Array, _: None) -> None:
+        slot = lax.rem(done + i, jnp.int32(plan.stages))
+        block = segment * plan.per_segment + i
+
+        @pl.when(done + i >= plan.stages)
+        def wait():
+            plgpu.barrier_wait(memory.empty.at[slot])
+
+        full = memory.full.at[slot]
+        packed = memory.packed.at[outputs, pl.ds(block * PLANE, PLANE)]
+        plgpu.copy_gmem_to_smem(packed, memory.packed_ring.at[slot], full)
+        x = memory.x.at[rows, pl.ds(block * BLOCK, BLOCK)]
+        plgpu.copy_gmem_to_smem(x, memory.x_ring.at[slot], full)
+        if "x_groups" in plan.operands:
+            x_groups = memory.x_groups.at[block, :, rows]
+            plgpu.copy_gmem_to_smem(x_groups, memory.x_groups_ring.at[slot], full)
+
+    lax.fori_loop(0, _steps(plan, segment), step, None)
+
+
+def _compute_segment(plan: Plan, memory, warpgroup, row, column, part, segment, done) -> None:
+    """Adds up a segment and writes the sum, or adds it to the sum of the segments before."""
+    first, steps = segment * plan.per_segment, _steps(plan, segment)
+    outputs = pl.ds(column * plan.n_tile + warpgroup * ROWS, ROWS)
+
+    def step(i: jax.Array, carry: tuple) -> tuple:
+        total, of_outputs = carry
+        # What the next block needs of the weight's scales is on its way during this one.
+        upcoming = _of_outputs(plan, memory, outputs, first + jnp.minimum(i + 1, steps - 1))
+        slot = lax.rem(done + i, jnp.int32(plan.stages))
+        plgpu.barrier_wait(memory.full.at[slot])
+        total = _add_block(plan, memory, warpgroup, slot, of_outputs, total)
+        plgpu.barrier_arrive(memory.empty.at[slot])
+        return total, upcoming
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.m_tile), plan.sum_dtype), ACCUMULATOR)
+    carry = zeros, _of_outputs(plan, memory, outputs, first)
+    total, _ = lax.fori_loop(0, steps, step, carry)
+    here = memory.out.at[part, pl.ds(row * plan.m_tile, plan.m_tile), outputs].T
+    total = plgpu.layout_cast(total, _SINGLE)
+    if plan.parts == plan.segments:
+        here[...] = total
+        return
+
+    @pl.when(segment == 0)
+    def begin():
+        here[...] = total
+
+    @pl.when(segment > 0)
+    def add():
+        here[...] = _load(here, _SINGLE) + total
+
+
+def _of_outputs(plan: Plan, memory, outputs, block) -> tuple[list[jax.Array], list[jax.Array]]:
+    """A block's scales and zeros of the weight, f32[64] each; lists may be empty."""
+
+    def column(ref, group: int) -> jax.Array:
+        at = block * plan.groups + group if ref.shape[1] > 1 else 0
+        return _load(ref.at[outputs, at], _PER_OUTPUT)
+
+    scales, zeros = [], []
+    if plan.scaled:
+        columns = [column(memory.scales, group) for group in range(plan.groups)]
+        decode = _exponents if plan.exponents else lambda x: x.astype(jnp.float32)
+        scales = [decode(x) / plan.decoder.factor for x in columns]
+    if plan.zeros:
+        groups = plan.groups if memory.zeros.shape[1] > 1 else 1
+        zeros = [column(memory.zeros, group).astype(jnp.float32) for group in range(groups)]
+    return scales, zeros
+
+
+def _exponents(code: jax.Array) -> jax.Array:
+    """Half of 2^(code - 127), exactly: uint8[N] -> f32[N]. See `formats.group_scales`."""
+    code = code.astype(jnp.int32)
+    bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
+    return lax.bitcast_convert_type(bits, jnp.float32) * 0.5
+
+
+def _add_block(plan: Plan, memory, warpgroup, slot, of_outputs, total: jax.Array) -> jax.Array:
+    """Adds the products of a block of 256 inputs to a segment's sum, group after group."""
+    packed = _load(memory.packed_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)], PACKED)
+    per_plane = PLANE // plan.group
+
+    def issue(product, group: int, left: jax.Array) -> None:
+        if plan.interpreted:  # knows no product from registers
+            memory.operand[warpgroup] = left
+            left = memory.operand.at[warpgroup]
+        inputs = pl.ds(group * plan.group // plan.width * plan.width, plan.width)
+        plgpu.wgmma(product, left, memory.x_ring.at[slot, :, inputs].T)
+
+    for first in range(0, plan.groups, plan.in_flight):
+
+        def add(*products, first=first, total=total) -> jax.Array:
+            # The second plane is unpacked while the first is multiplied.
+            for i, product in enumerate(products):
+                if i % per_plane == 0:
+                    lefts = _operands(plan, packed, (first + i) // per_plane, of_outputs)
+                issue(product, first + i, lefts[i % per_plane])
+            for i, product in enumerate(products):
+                value = plgpu.wgmma_accumulator_load(product, wait_n=len(products) - 1 - i)
+                total = _add_product(plan, memory, slot, first + i, of_outputs, value, total)
+            return total
+
+        accumulator = plgpu.ACC((ROWS, plan.m_tile), plan.product_dtype)
+        total = pl.run_scoped(add, *[accumulator] * plan.in_flight)
+    return total
+
+
+def _operands(plan: Plan, packed: jax.Array, plane: int, of_outputs) -> list[jax.Array]:
+    """The left operands of a plane's groups: int8 or bf16[64, width] each."""
+    unpack = words.unpack if plan.interpreted else registers.unpack
+    operands = unpack(packed, plan.decoder, plane, plan.group, plan.width)
+    _, zeros = of_outputs
+    if plan.integer or not zeros:
+        return operands
+    # q - zero is at most 135 and exact in bfloat16.
+    zeros = [_spread(zero.astype(jnp.bfloat16), operands[0].shape, 0) for zero in zeros]
+    first = plane * len(operands)
+    return [operand - zeros[(first + i) % len(zeros)] for i, operand in enumerate(operands)]
+
+
+def _add_product(
+    plan: Plan, memory, slot, group: int, of_outputs, product: jax.Array, total: jax.Array
+) -> jax.Array:
+    """total + scale · product, where product: f32 or int32[64, M]."""
+    product = plgpu.layout_cast(product, ACCUMULATOR)
+    if not plan.scaled:
+        return total + product
+    scales, zeros = of_outputs
+    product, scale = product.astype(jnp.float32), _spread(scales[group], total.shape, 0)
+    fma = _plain_multiply_add if plan.interpreted else registers.multiply_add
+    if plan.integer:
+        of_x = memory.x_groups_ring.at[slot]
+        if zeros:
+            sums = _spread(_load(of_x.at[plan.groups + group], _PER_ROW), total.shape, 1)
+            product = fma(_spread(-zeros[group], total.shape, 0), sums, product)
+        scale = scale * _spread(_load(of_x.at[group], _PER_ROW), total.shape, 1)
+    return fma(product, scale, total)
+
+
+def _plain_multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    return x * y + z
+
+
+def _spread(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """A vector along one axis of a matrix in the accumulator's layout."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), ACCUMULATOR)
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    """The values of a reference in a layout. jax 0.10 wants an index, 0.11 warns of one."""
+    index = ((),) if _LOAD_NEEDS_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)

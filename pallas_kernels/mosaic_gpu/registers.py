@@ -1,0 +1,168 @@
+"""The few operations on registers that Pallas has no words for.
+
+Everything here works on Mosaic GPU's `FragmentedArray`: a matrix spread over the 128 threads of a
+warpgroup, whose `registers` are an array of small vectors, one per thread.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, vector
+
+from pallas_kernels.formats import PLANE
+from pallas_kernels.mosaic_gpu.plan import ROWS
+from pallas_kernels.mosaic_gpu.words import Decoder
+
+PACKED = plgpu.Layout.WGMMA_8BIT  # how packed bytes are loaded
+ACCUMULATOR = plgpu.Layout.WGMMA
+
+
+class Word:
+    """A 32-bit value of the kernel under construction, with the operators of `words`."""
+
+    def __init__(self, value: ir.Value) -> None:
+        self.value = value
+
+    def __and__(self, other: Word | int) -> Word:
+        return Word(arith.andi(self.value, _value(other)))
+
+    def __or__(self, other: Word | int) -> Word:
+        return Word(arith.ori(self.value, _value(other)))
+
+    def __xor__(self, other: Word | int) -> Word:
+        return Word(arith.xori(self.value, _value(other)))
+
+    def __lshift__(self, bits: int) -> Word:
+        return Word(arith.shli(self.value, _value(bits)))
+
+    def __rshift__(self, bits: int) -> Word:
+        return Word(arith.shrui(self.value, _value(bits)))
+
+    @staticmethod
+    def select_bytes(low: Word | int, high: Word | int, selector: Word | int) -> Word:
+        """See `words.select_bytes`."""
+        operands = [_value(operand) for operand in (low, high, selector)]
+        code, constraints = "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"
+        return Word(llvm.InlineAsmOp(_i32(), operands, code, constraints).results[0])
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _value(operand: Word | int) -> ir.Value:
+    if isinstance(operand, Word):
+        return operand.value
+    signed = operand - (1 << 32) if operand >> 31 else operand
+    return llvm.ConstantOp(_i32(), ir.IntegerAttr.get(_i32(), signed)).result
+
+
+def _word(register: ir.Value) -> Word:
+    """The word that a register of four bytes is."""
+    words = vector.bitcast(ir.VectorType.get((1,), _i32()), register)
+    return Word(vector.extract(words, [], [0]))
+
+
+def _vector(word: Word, count: int, dtype: ir.Type) -> ir.Value:
+    """The bits of a word as a vector of `count` values."""
+    words = vector.broadcast(ir.VectorType.get((1,), _i32()), word.value)
+    return vector.bitcast(ir.VectorType.get((count,), dtype), words)
+
+
+def _splat(value: ir.Attribute, count: int) -> ir.Value:
+    """A register that holds a constant `count` times."""
+    type_ = ir.VectorType.get((count,), value.type)
+    return llvm.ConstantOp(type_, ir.DenseElementsAttr.get_splat(type_, value)).result
+
+
+def unpack(
+    packed: jax.Array, decoder: Decoder, plane: int, group: int, width: int
+) -> list[jax.Array]:
+    """One plane of a block to the operands of its groups, in order of their inputs.
+
+    packed: uint8[64, 128] in the layout PACKED -> PLANE / group arrays, int8 or bf16[64, width].
+    Where an operand is wider than its group, its other inputs are zero.
+    """
+    integer = decoder.dtype == jnp.int8
+    layout = PACKED if integer else ACCUMULATOR
+    operand = plgpu.ShapeDtypeStruct((ROWS, width), decoder.dtype, layout)
+
+    @plgpu.inline_mgpu(arg_types=(PACKED,), return_type=(operand,) * (PLANE // group))
+    def run(_, array):
+        registers = _plane(array.registers, decoder, plane)
+        return tuple(
+            fa.FragmentedArray(
+                _registers=part, _layout=layout.to_mgpu(), _is_signed=True if integer else None
+            )
+            for part in _groups(registers, group, width)
+        )
+
+    return list(run(packed))
+
+
+def _plane(packed: np.ndarray, decoder: Decoder, plane: int) -> np.ndarray:
+    """Registers of packed words to those of one plane; the second axis runs along the inputs."""
+    count = decoder.registers
+    columns = packed.shape[1] * count
+    registers = np.empty((packed.shape[0], columns, *packed.shape[2:]), object)
+    for index, register in np.ndenumerate(packed):
+        words = decoder.words(_word(register))[plane * count :][:count]
+        for number, word in enumerate(words):
+            at = index[0], index[1] * count + number, *index[2:]
+            registers[at] = _number(word, decoder)
+    return registers
+
+
+def _number(word: Word, decoder: Decoder) -> ir.Value:
+    """One operand register: four int8 or two bfloat16."""
+    if decoder.dtype == jnp.int8:
+        return _vector(word, 4, ir.IntegerType.get_signless(8))
+    bf16 = ir.BF16Type.get()
+    value = _vector(word, 2, bf16)
+    if decoder.offset:
+        value = arith.subf(value, _splat(ir.FloatAttr.get(bf16, decoder.offset), 2))
+    if decoder.multiplier != 1:
+        value = arith.mulf(value, _splat(ir.FloatAttr.get(bf16, decoder.multiplier), 2))
+    return value
+
+
+def _zeros() -> ir.Value:
+    """A register of four int8 zeros."""
+    return _splat(ir.IntegerAttr.get(ir.IntegerType.get_signless(8), 0), 4)
+
+
+def _groups(plane: np.ndarray, group: int, width: int) -> list[np.ndarray]:
+    """Cuts a plane's registers into its groups' operands, with zeros around narrow groups."""
+    per_group = plane.shape[1] * group // PLANE
+    per_operand = plane.shape[1] * width // PLANE
+    parts = []
+    for begin in range(0, plane.shape[1], per_group):
+        first = begin // per_operand * per_operand
+        part = plane[:, first : first + per_operand].copy()
+        for column in range(per_operand):
+            if not begin <= first + column < begin + per_group:
+                part[:, column] = _zeros()
+        parts.append(part)
+    return parts
+
+
+def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    """x · y + z with one rounding, whatever a compiler would make of a product and a sum.
+
+    All f32[64, M] in the layout ACCUMULATOR.
+    """
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,) * 3, return_type=result)
+    def run(_, x, y, z):
+        registers = np.empty_like(z.registers)
+        for i in np.ndindex(registers.shape):
+            registers[i] = math.fma(x.registers[i], y.registers[i], z.registers[i])
+        return fa.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
+
+    return run(x, y, z)

@@ -1,0 +1,176 @@
+"""Packed nibbles to the tensor cores' operands: what happens to the bits of one 32-bit word.
+
+A warpgroup loads 64 × 128 packed bytes as words: thread t of a row (t = 0 … 3) holds bytes
+4t … 4t + 3 of every 16. The same words become the left operand of `wgmma`:
+
+int8: bytes stay where they are, so operand k is input k. The integers of an Int4Weight come out 16
+    times too large, since a nibble at the top of its byte needs no sign extension: two operations
+    for eight weights. The factor is in `Decoder.factor`.
+bf16: an operand register holds two numbers. Two nibbles that stand 16 bits apart become
+    128 + (q + 8) each by one operation on bits, because 128 + n is 0x4300 + n in bfloat16;
+    subtracting 136 is exact. So bytes 0 and 2 of a word make one register and bytes 1 and 3 the
+    next: operand k is not input k, and `permute_inputs` puts x in the operand's order. That costs a
+    pass over x, which is small, instead of shuffles of the weight, which is not.
+
+The functions take either kind of word: `ArrayWord`, which is how they are tested and interpreted,
+or a value of the kernel under construction (`registers.Word`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Twice the E2M1 values by code, and their negatives.
+_E2M1 = (0x03020100, 0x0C080604)
+_E2M1_NEGATED = (0xFDFEFF00, 0xF4F8FAFC)
+
+
+def _int4_bf16(word: Any) -> list[Any]:
+    """Packed integers to registers of two bfloat16 q + 136: low plane, high plane."""
+    return [((word >> shift) & 0x000F000F) ^ 0x43084308 for shift in (0, 8, 4, 12)]
+
+
+def _int4_int8(word: Any) -> list[Any]:
+    """Packed integers to four int8 16 · q: low plane, high plane."""
+    return [(word << 4) & 0xF0F0F0F0, word & 0xF0F0F0F0]
+
+
+def _mxfp4_bf16(word: Any) -> list[Any]:
+    """E2M1 codes to registers of two bfloat16 2^-126 · value: low plane, high plane.
+
+    Sign, exponent and mantissa move to their places, and E2M1's subnormal is one of bfloat16.
+    """
+    shifted = [word >> shift for shift in (0, 8, 4, 12)]
+    return [((v & 0x00070007) << 6) | ((v & 0x00080008) << 12) for v in shifted]
+
+
+def _mxfp4_int8(word: Any) -> list[Any]:
+    """E2M1 codes to four int8 of twice the value: low plane, high plane."""
+    codes, low_signs, select_bytes = word & 0x77777777, word << 4, word.select_bytes
+    halves = []
+    for shift, signs in ((0, 0xD9C8), (16, 0xFBEA)):  # bytes 0 and 1 of the word, bytes 2 and 3
+        positive = select_bytes(*_E2M1, codes >> shift)
+        negative = select_bytes(*_E2M1_NEGATED, codes >> shift)
+        mask = select_bytes(low_signs, word, signs)
+        halves.append(positive ^ ((positive ^ negative) & mask))
+    return [select_bytes(*halves, order) for order in (0x6420, 0x7531)]
+
+
+class ArrayWord:
+    """Words as a JAX array, uint32, with the operators that the functions above use.
+
+    `registers.Word` is the same for a value of the kernel under construction.
+    """
+
+    def __init__(self, value: jax.Array | int) -> None:
+        self.value = jnp.asarray(value, jnp.uint32)
+
+    def __and__(self, other: ArrayWord | int) -> ArrayWord:
+        return ArrayWord(self.value & _array(other))
+
+    def __or__(self, other: ArrayWord | int) -> ArrayWord:
+        return ArrayWord(self.value | _array(other))
+
+    def __xor__(self, other: ArrayWord | int) -> ArrayWord:
+        return ArrayWord(self.value ^ _array(other))
+
+    def __lshift__(self, bits: int) -> ArrayWord:
+        return ArrayWord(self.value << bits)
+
+    def __rshift__(self, bits: int) -> ArrayWord:
+        return ArrayWord(self.value >> bits)
+
+    @staticmethod
+    def select_bytes(
+        low: ArrayWord | int, high: ArrayWord | int, selector: ArrayWord | int
+    ) -> ArrayWord:
+        """PTX's `prmt`: byte i of the result is the byte of low and high that nibble i selects.
+
+        A selector of 8 and more fills the byte with the sign of byte selector - 8.
+        """
+        result = jnp.uint32(0)
+        for i in range(4):
+            choice = _array(selector) >> (4 * i)
+            source = jnp.where(choice & 4 > 0, _array(high), _array(low))
+            byte = source >> (8 * (choice & 3)) & 0xFF
+            byte = jnp.where(choice & 8 > 0, (byte >> 7) * 0xFF, byte)
+            result |= byte << (8 * i)
+        return ArrayWord(result)
+
+
+def _array(operand: ArrayWord | int) -> jax.Array:
+    return operand.value if isinstance(operand, ArrayWord) else jnp.uint32(operand)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """How a format's words become operands of one dtype.
+
+    words: a word to the registers of its low plane, then those of its high plane.
+    dtype: int8 or bfloat16.
+    offset, multiplier: what the bfloat16 numbers are then lessened by, or multiplied by (a power of
+        two); exact.
+    factor: how many times the format's integers (`formats.integers`) the operands are.
+    """
+
+    words: Callable[[Any], list[Any]]
+    dtype: jnp.dtype
+    offset: float = 0
+    multiplier: float = 1
+    factor: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Registers of a plane that come from one word."""
+        return self.dtype.itemsize
+
+
+INT4_BF16 = Decoder(_int4_bf16, jnp.dtype(jnp.bfloat16), offset=136)
+INT4_INT8 = Decoder(_int4_int8, jnp.dtype(jnp.int8), factor=16)
+MXFP4_BF16 = Decoder(_mxfp4_bf16, jnp.dtype(jnp.bfloat16), multiplier=2.0**127)
+MXFP4_INT8 = Decoder(_mxfp4_int8, jnp.dtype(jnp.int8))
+
+
+def unpack(
+    packed: jax.Array, decoder: Decoder, plane: int, group: int, width: int
+) -> list[jax.Array]:
+    """What `registers.unpack` does, by JAX: uint8[N, 128] -> int8 or bf16[N, width] per group."""
+    n, bytes_ = packed.shape
+    word = ArrayWord(lax.bitcast_convert_type(packed.reshape(n, -1, 4), jnp.uint32))
+    registers = decoder.words(word)[plane * decoder.registers :][: decoder.registers]
+    values = jnp.stack([register.value for register in registers], axis=-1)
+    values = _values(values, decoder).reshape(n, bytes_)
+    parts = []
+    for begin in range(0, bytes_, group):
+        own = jnp.where(jnp.arange(bytes_) // group == begin // group, values, 0)
+        first = begin // width * width
+        parts.append(own[:, first : first + width])
+    return parts
+
+
+def _values(registers: jax.Array, decoder: Decoder) -> jax.Array:
+    """uint32[N, words, registers] -> the numbers in operand order."""
+    if decoder.dtype == jnp.int8:
+        return lax.bitcast_convert_type(registers, jnp.int8)
+    n, _, count = registers.shape
+    # Four threads hold one register each of every 8 operands.
+    registers = registers.reshape(n, -1, 4, count).swapaxes(2, 3)
+    bits = lax.bitcast_convert_type(registers, jnp.uint16).astype(jnp.int32)
+    exponent, scale = bits >> 7 & 0xFF, int(math.log2(decoder.multiplier))
+    # By hand, because a CPU may take a subnormal number for zero.
+    mantissa = (bits & 0x7F) + jnp.where(exponent > 0, 0x80, 0)
+    magnitude = jnp.ldexp(mantissa.astype(jnp.float32), jnp.maximum(exponent, 1) - 134 + scale)
+    return (jnp.where(bits >> 15 > 0, -magnitude, magnitude) - decoder.offset).astype(jnp.bfloat16)
+
+
+def permute_inputs(x: jax.Array) -> jax.Array:
+    """Puts x: bf16[M, K] in the order of bf16 operands: byte 4t + 2c + j at 8j + 2t + c."""
+    bytes_ = x.reshape(x.shape[0], -1, 4, 2, 2)
+    return bytes_.transpose(0, 1, 4, 2, 3).reshape(x.shape)

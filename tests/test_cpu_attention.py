@@ -1,0 +1,327 @@
+"""Attention by the C++ library: against float64, and bit for bit against itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cpu
+from pallas_kernels.attention import attention as any_attention
+from pallas_kernels.cpu.native import instruction_sets
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
+
+SETS = instruction_sets()
+BLOCK = 256  # kAttentionBlock of src/types.h
+
+Case = dict[str, Any]
+
+
+def make_case(
+    b: int, t: int, h: int, k: int, e: int, s: int, lengths: list[int], *,
+    cache: str = "float32", mask: str | None = None, window: int | None = None, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Operands of one call. mask: None for a chain without one, "chain" or "tree"."""
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(b, t, h, e)) * 2, jnp.float32)
+    keys, values = (jnp.asarray(rng.normal(size=(b, s, k, e)), jnp.float32) for _ in range(2))
+    if cache == "bfloat16":
+        q = q.astype(jnp.bfloat16)
+        keys, values = (
+            jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (keys, values)
+        )
+    depth, shown = np.arange(t), None
+    if mask == "chain":
+        shown = np.tril(np.ones((t, t), bool))
+    if mask == "tree":
+        parents = [rng.integers(0, i) if i else -1 for i in range(t)]
+        shown, depth = np.eye(t, dtype=bool), np.zeros(t, np.int64)
+        for i, parent in enumerate(parents[1:], start=1):
+            shown[i] |= shown[parent]
+            depth[i] = depth[parent] + 1
+    length = np.array(lengths)
+    return {
+        "queries": q, "keys": keys, "values": values,
+        "lengths": jnp.asarray(length, jnp.int32),
+        "positions": jnp.asarray(length[:, None] + depth, jnp.int32),
+        "mask": None if shown is None else jnp.asarray(np.broadcast_to(shown, (b, t, t))),
+        "window": window, "head_scale": e**-0.5,
+    }  # fmt: skip
+
+
+def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.ndarray:
+    """The C++ attention of a case with some operands changed."""
+    case = case | changes
+    operands = [
+        case[name] for name in ("queries", "keys", "values", "lengths", "positions", "mask")
+    ]
+    options = {"window": case["window"], "head_scale": case["head_scale"]}
+    return np.asarray(cpu.attention(*operands, **options, instruction_set=instruction_set))
+
+
+def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The result in float64, and a bound on the error of float32.
+
+    A score is a sum of E products, each of relative error under (E + 2) · 2^-24; an error of d in
+    all scores changes a weighted mean by at most 2 d · max |v|. The mean itself adds the error of
+    its sums, under (S + few) · 2^-24 · max |v| in the worst order; 16 stands for it and for exp2,
+    because sums are short (a block, then blocks).
+    """
+
+    def wide(x: jax.Array) -> np.ndarray:
+        if x.dtype == jnp.uint16:
+            x = jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+        return np.asarray(x, np.float64)
+
+    q, keys, values = wide(case["queries"]), wide(case["keys"]), wide(case["values"])
+    b, t, h, e = q.shape
+    group = h // keys.shape[2]
+    out, bound = np.zeros_like(q), np.zeros_like(q)
+    for row in range(b):
+        seen = visible(case, row, keys.shape[1])
+        for head in range(h):
+            k, v = keys[row, :, head // group], values[row, :, head // group]
+            for token in range(t):
+                slots = np.flatnonzero(seen[token])
+                if len(slots) == 0:
+                    continue
+                products = k[slots] * q[row, token, head] * case["head_scale"]
+                scores = products.sum(-1)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                out[row, token, head] = weights @ v[slots]
+                score_error = (e + 2) * np.abs(products).sum(-1).max()
+                bound[row, token, head] = (
+                    (2 * score_error + 16 + min(len(slots), BLOCK))
+                    * 2.0**-24
+                    * np.abs(v[slots]).max()
+                )
+    return out, bound
+
+
+def visible(case: Case, row: int, slots: int) -> np.ndarray:
+    """bool[T, S], by the words of the docstring."""
+    t = case["queries"].shape[1]
+    length, positions = int(case["lengths"][row]), np.asarray(case["positions"][row])
+    mask = np.tril(np.ones((t, t), bool)) if case["mask"] is None else np.asarray(case["mask"][row])
+    seen = np.zeros((t, slots), bool)
+    for token in range(t):
+        for slot in range(min(slots, length + t)):
+            new = slot - length
+            at = positions[new] if new >= 0 else slot
+            shown = new < 0 or mask[token, new]
+            seen[token, slot] = shown and (
+                case["window"] is None or positions[token] - at < case["window"]
+            )
+    return seen
+
+
+CASES = {
+    "llama-1b": make_case(2, 3, 8, 2, 64, 384, [300, 7], cache="bfloat16"),
+    "llama-8b": make_case(1, 1, 4, 1, 128, 640, [600], cache="bfloat16"),
+    "float32": make_case(2, 5, 4, 2, 64, 512, [0, 255]),
+    "window": make_case(2, 9, 4, 2, 80, 896, [800, 30], cache="bfloat16", window=100),
+    "narrow-window": make_case(1, 6, 2, 2, 16, 640, [515], window=3),
+    "chain": make_case(2, 9, 4, 4, 96, 384, [256, 100], mask="chain"),
+    "tree": make_case(3, 13, 6, 3, 32, 640, [251, 511, 0], mask="tree", cache="bfloat16"),
+    "tree-window": make_case(2, 13, 4, 2, 24, 640, [250, 500], mask="tree", window=20),
+    "odd": make_case(2, 4, 3, 1, 5, 128, [17, 80], cache="bfloat16"),
+    "one-feature": make_case(1, 2, 2, 1, 1, 128, [9]),
+    "wide-head": make_case(1, 2, 2, 1, 256, 384, [300], cache="bfloat16"),
+    "prefill": make_case(1, 70, 4, 1, 64, 384, [0], cache="bfloat16"),
+    "many-heads": make_case(1, 2, 70, 1, 16, 256, [200]),
+}
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name: str, instruction_set: str) -> None:
+    expected, bound = exact(CASES[name])
+    error = np.abs(run(CASES[name], instruction_set) - expected)
+    assert (error <= bound).all(), (error / np.maximum(bound, 1e-30)).max()
+
+
+@pytest.mark.parametrize("name", ["llama-1b", "tree-window"])
+def test_the_door_takes_it(name: str) -> None:
+    case = dict(CASES[name])
+    operands = [case.pop(n) for n in ("queries", "keys", "values", "lengths", "positions", "mask")]
+    np.testing.assert_array_equal(any_attention(*operands, **case), run(CASES[name]))
+
+
+# --- Invariance: every comparison is of bits.
+
+
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_tokens_and_capacity(cache: str, window: int | None, instruction_set: str) -> None:
+    lengths = [5, 130, 700, 250]
+    case = make_case(4, 19, 8, 2, 40, 896, lengths, cache=cache, window=window)
+    whole = run(case, instruction_set)
+    for row, slots in enumerate((128, 256, 896, 384)):
+        for t in (1, 2, 5, 16, 19):
+            part = {name: case[name][row : row + 1, :t] for name in ("queries", "positions")} | {
+                name: case[name][row : row + 1, :slots] for name in ("keys", "values")
+            }
+            alone = run(case, instruction_set, lengths=case["lengths"][row : row + 1], **part)
+            same_bits(alone[0], whole[row, :t])
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize(("cache", "e"), [("bfloat16", 64), ("bfloat16", 20), ("float32", 32)])
+def test_tokens_in_pieces(cache: str, e: int, instruction_set: str) -> None:
+    """A prefill in one call, in pieces and token by token, over the edges of blocks."""
+    case = make_case(1, 300, 4, 2, e, 640, [230], cache=cache)
+    whole = run(case, instruction_set)
+    for cut in (1, 7, 128):
+        begins = range(0, 300, cut) if cut > 1 else (0, 25, 26, 27, 150, 281, 282, 299)
+        for begin in begins:
+            part = {name: case[name][:, begin : begin + cut] for name in ("queries", "positions")}
+            piece = run(case, instruction_set, lengths=case["lengths"] + begin, **part)
+            same_bits(piece[0], whole[0, begin : begin + cut])
+
+
+def test_a_mask_of_the_chain_is_no_mask() -> None:
+    masked = make_case(2, 40, 4, 2, 64, 384, [256, 100], mask="chain")
+    same_bits(run(masked), run(masked, mask=None))
+
+
+def test_a_window_that_holds_all_is_none() -> None:
+    case = make_case(2, 9, 4, 2, 64, 640, [600, 100])
+    same_bits(run(case, window=10_000), run(case))
+
+
+def test_a_trees_path_is_its_chain() -> None:
+    """Tokens of a tree, moved together as a chain, get the same result."""
+    case = make_case(1, 5, 4, 2, 64, 384, [256])
+    order = np.array([0, 2, 4])  # a path; 1 and 3 are elsewhere in the tree
+    mask = np.zeros((1, 5, 5), bool)
+    mask[0, order[:, None], order[None]] = np.tril(np.ones((3, 3), bool))
+    tree = run(case, mask=jnp.asarray(mask))
+    slots = 256 + order
+    moved = {
+        name: case[name].at[:, 256:259].set(case[name][:, slots]) for name in ("keys", "values")
+    }
+    chain = run(
+        case, queries=case["queries"][:, order], positions=case["positions"][:, :3], **moved
+    )
+    np.testing.assert_allclose(chain[0], tree[0, order], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_number_of_threads_changes_nothing(threads: int, tmp_path: Path) -> None:
+    """Another process, with a pool of another size: steps for many threads, tiles for one."""
+    case = make_case(1, 24, 4, 4, 64, 896, [800])
+    path = tmp_path / "result.npy"
+    code = (
+        "import numpy as np; from tests.test_cpu_attention import make_case, run;"
+        f"np.save({str(path)!r}, run(make_case(1, 24, 4, 4, 64, 896, [800])))"
+    )
+    environment = {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | environment)
+    same_bits(np.load(path), run(case))
+
+
+# --- What must not leak, and what must.
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+def test_nothing_leaks_from_what_is_not_seen(cache: str, instruction_set: str) -> None:
+    case = make_case(2, 3, 4, 2, 24, 384, [250, 60], cache=cache)
+    clean = run(case, instruction_set)
+    bad = 0x7FC0 if cache == "bfloat16" else jnp.nan
+    unused = {
+        name: case[name].at[0, 253:].set(bad).at[1, 63:].set(bad) for name in ("keys", "values")
+    }
+    same_bits(run(case, instruction_set, **unused), clean)
+    last = {name: case[name].at[0, 252].set(bad) for name in ("keys", "values")}  # the last token
+    dirty = run(case, instruction_set, **last)
+    same_bits(dirty[0, :2], clean[0, :2])
+    same_bits(dirty[1], clean[1])
+    assert np.isnan(dirty[0, 2]).all()
+
+
+def test_who_sees_nothing_gets_zeros() -> None:
+    case = make_case(2, 3, 4, 2, 16, 256, [0, 100])
+    blind = run(case, mask=jnp.zeros((2, 3, 3), bool))
+    assert (blind[0] == 0).all() and (blind[1] != 0).any()
+    assert (run(case, window=0) == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[1000, 250], [-3, -100], [256, 2**31 - 1]])
+def test_lengths_past_the_cache_read_what_is_there(lengths: list[int]) -> None:
+    case = make_case(2, 4, 2, 1, 16, 256, [0, 0])
+    result = run(case, lengths=jnp.asarray(lengths, jnp.int32))
+    expected, bound = exact(case | {"lengths": np.array(lengths)})
+    assert (np.abs(result - expected) <= bound).all()
+
+
+def test_empty() -> None:
+    case = make_case(2, 3, 4, 2, 16, 256, [0, 100])
+    assert run(case, queries=case["queries"][:, :0], positions=case["positions"][:, :0]).size == 0
+    empty = {name: case[name][:, :0] for name in ("keys", "values")}
+    assert (run(case, **empty) == 0).all()
+
+
+# --- Composition and errors.
+
+
+@pytest.mark.parametrize("mask", [None, "tree"])
+def test_vmap(mask: str | None) -> None:
+    cases = [make_case(2, 5, 4, 2, 16, 256, [20 + i, 100], mask=mask, seed=i) for i in range(3)]
+    names = [n for n in ("queries", "keys", "values", "lengths", "positions", "mask")
+             if cases[0][n] is not None]  # fmt: skip
+
+    def one(operands: dict[str, jax.Array], shared: dict[str, jax.Array]) -> jax.Array:
+        case = cases[0] | operands | shared
+        order = ("queries", "keys", "values", "lengths", "positions", "mask")
+        return cpu.attention(*(case[n] for n in order), window=None, head_scale=0.25)
+
+    for shared_names in ((), ("lengths", "positions"), ("keys", "values"), ("keys",)):
+        shared = {n: cases[0][n] for n in shared_names}
+        batch = {n: jnp.stack([c[n] for c in cases]) for n in names if n not in shared_names}
+        together = np.asarray(jax.jit(jax.vmap(one, (0, None)))(batch, shared))
+        for i, case in enumerate(cases):
+            same_bits(together[i], run(case | shared, head_scale=0.25))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keys": jnp.zeros((2, 256, 3, 16))}, "do not fit"),
+        ({"keys": jnp.zeros((2, 256, 2, 8))}, "do not fit"),
+        ({"keys": jnp.zeros((1, 256, 2, 16))}, "do not fit"),
+        ({"keys": jnp.zeros((2, 256, 2, 16), jnp.bfloat16)}, "keys must be"),
+        ({"values": jnp.zeros((2, 128, 2, 16))}, "values must be"),
+        ({"values": jnp.zeros((2, 256, 2, 16), jnp.uint16)}, "values has another type"),
+        ({"queries": jnp.zeros((2, 3, 4, 16), jnp.float16)}, "queries must be"),
+        ({"queries": jnp.zeros((2, 3, 4))}, "queries must be"),
+        ({"lengths": jnp.zeros(3, jnp.int32)}, "lengths must be"),
+        ({"lengths": jnp.zeros(2, jnp.uint32)}, "lengths has another type"),
+        ({"positions": jnp.zeros((2, 4), jnp.int32)}, "positions must be"),
+        ({"mask": jnp.zeros((2, 3, 4), bool)}, "mask must be"),
+        ({"mask": jnp.zeros((2, 3, 3), jnp.int8)}, "mask has another type"),
+    ],
+)
+def test_errors(changes: dict[str, jax.Array], message: str) -> None:
+    case = make_case(2, 3, 4, 2, 16, 256, [0, 100])
+    with pytest.raises(Exception, match=message):
+        run(case, **changes)
+
+
+def test_an_unknown_instruction_set() -> None:
+    with pytest.raises(ValueError, match="instruction_set must be one of"):
+        run(CASES["odd"], "mmx")
