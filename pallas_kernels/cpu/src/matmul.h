@@ -49,18 +49,27 @@ struct Product {
   }
 };
 
-// y += the sums of the segment from input `start` on, for row `row` of x.
+// A segment's place among the scales and the sums.
+struct Place {
+  template <Arithmetic A>
+  static Place of(const Product& p, int64_t start) {
+    const int64_t group = p.w.quantized() ? start / p.w.group_size : 0;
+    return {group, start / p.segment<A>(), p.w.groups, p.how.inputs / p.segment<A>()};
+  }
+
+  int64_t group, segment, groups, segments;  // the last two: per row
+};
+
+// y += the sums of the segment at `place`, for row `row` of x.
 template <Arithmetic A>
-inline void add_scaled(const Product& p, const Group& group, int64_t row, int64_t start,
-                       typename Sums<A>::Vector sum, Float& y) {
+SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
+                               int64_t row, typename Sums<A>::Vector sum, Float& y) {
+  const int64_t index = row * place.segments + place.segment;
   if constexpr (A == Arithmetic::kInteger) {
-    const int64_t index = (row * p.how.inputs + start) / p.how.sum_size;
     sum -= group.zeros * static_cast<const int32_t*>(p.x.sums)[index];
-    const float x_scale = p.x.scales[(row * p.how.inputs + start) / p.how.group_size];
-    y = fma(to_float(sum), group.scale * x_scale, y);
+    y = fma(to_float(sum), group.scale * p.x.scales[row * place.groups + place.group], y);
   } else {
     if (p.w.zeros != nullptr) {  // the decoder has taken the offset away
-      const int64_t index = (row * p.how.inputs + start) / p.how.sum_size;
       const Float zeros = to_float(offset(p.w.kind) - group.zeros);
       sum = fma(zeros, splat(static_cast<const float*>(p.x.sums)[index]), sum);
     }
@@ -72,8 +81,8 @@ inline void add_scaled(const Product& p, const Group& group, int64_t row, int64_
 
 // Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on.
 template <Arithmetic A, int R>
-inline void add_segment(const Product& p, const Group* groups, const Word* panel, int64_t start,
-                        int64_t row, Float* y) {
+inline void add_segment(const Product& p, const Group* groups, const Place& place,
+                        const Word* panel, int64_t start, int64_t row, Float* y) {
   const int64_t stride = p.how.inputs / kPerWord<A>;
   const uint32_t* words = p.words<A>(row, start);
   typename Sums<A>::Vector sums[R][kVectors] = {};
@@ -87,18 +96,18 @@ inline void add_segment(const Product& p, const Group* groups, const Word* panel
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      add_scaled<A>(p, groups[v], row + r, start, sums[r][v], y[r * kVectors + v]);
+      add_scaled<A>(p, groups[v], place, row + r, sums[r][v], y[r * kVectors + v]);
     }
   }
 }
 
 template <Arithmetic A, int R>
-inline void add_rows(const Product& p, const Group* groups, const Word* panel, int64_t start,
-                     int64_t row, int64_t rows, Float* y) {
+inline void add_rows(const Product& p, const Group* groups, const Place& place, const Word* panel,
+                     int64_t start, int64_t row, int64_t rows, Float* y) {
   if constexpr (R > 1) {
-    if (rows < R) return add_rows<A, R - 1>(p, groups, panel, start, row, rows, y);
+    if (rows < R) return add_rows<A, R - 1>(p, groups, place, panel, start, row, rows, y);
   }
-  add_segment<A, R>(p, groups, panel, start, row, y);
+  add_segment<A, R>(p, groups, place, panel, start, row, y);
 }
 
 // Adds a chunk for `m` rows from `first` on, in even portions of at most kRows.
@@ -114,11 +123,12 @@ inline void add_chunk(const Product& p, const Rows& rows, Groups& groups, int64_
     const int64_t i = (kind <= Kind::kMxfp4 ? s / 2 : s % segments) * p.segment<A>();
     const int64_t start = run_start<A>(p.w, chunk, run) + i;
     Group group[kVectors];
-    for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, start);
+    const Place place = Place::of<A>(p, start);
+    for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, place.group);
     const Word* part = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
     for (int64_t portion = 0; portion < portions; ++portion) {
       const int64_t row = m * portion / portions, next = m * (portion + 1) / portions;
-      add_rows<A, kRows>(p, group, part, start, first + row, next - row, y + row * kVectors);
+      add_rows<A, kRows>(p, group, place, part, start, first + row, next - row, y + row * kVectors);
     }
   }
 }
@@ -157,16 +167,17 @@ inline void multiply_vector(const Product& p, const Rows& rows, Groups& groups, 
       Word words[kLanes];
       read_slab(rows, vector, chunk * bytes + slab * kBytes, 2 * bytes, kLanes, words);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
-        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) {
+        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) SPECJAX_LAMBDA {
           SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
             const Word values = splat(x[run][r * stride + word]);
             sums[run][r] = Sums<A>::add(sums[run][r], value, values);
           }
           const int64_t end = (word + 1) * kPerWord<A>;
           if (end % kSmallestGroup == 0 && end % segment == 0) {
-            const Group group = groups.read(vector, starts[run] + end - segment);
+            const Place place = Place::of<A>(p, starts[run] + end - segment);
+            const Group group = groups.read(vector, place.group);
             SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-              add_scaled<A>(p, group, r, starts[run] + end - segment, sums[run][r], y[r]);
+              add_scaled<A>(p, group, place, r, sums[run][r], y[r]);
               sums[run][r] = Vector{};
             }
           }

@@ -84,7 +84,7 @@ struct Rows {
 //
 // So many rows are too many streams for the hardware to foresee: each asks for its own next chunk,
 // `ahead` bytes on, and at its end for the beginning of the row that is read next, `stride` rows on.
-inline void read_slab(const Rows& rows, int vector, int64_t offset, int64_t ahead, int64_t stride,
+SPECJAX_INLINE void read_slab(const Rows& rows, int vector, int64_t offset, int64_t ahead, int64_t stride,
                       Word* words) {
   const uint8_t* const* start = rows.start + vector * kLanes;
   const int64_t left = rows.bytes - offset;
@@ -104,7 +104,7 @@ inline void read_slab(const Rows& rows, int vector, int64_t offset, int64_t ahea
 #if defined(__AVX512BF16__)
 // The bfloat16 values of the low nibbles of `codes`' 16-bit halves; what is above them is ignored,
 // because the table holds every entry twice.
-inline Word bfloat16_values(Word codes, Word table) {
+SPECJAX_INLINE Word bfloat16_values(Word codes, Word table) {
   return (Word)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
 }
 
@@ -130,7 +130,7 @@ struct Decoder {
 
   // The chunk's word `index`, four bytes of every row.
   template <typename Put>
-  void decode(int index, Word word, const Put& put) const {
+  SPECJAX_INLINE void decode(int index, Word word, const Put& put) const {
     if constexpr (kind <= Kind::kMxfp4) {
       decode_nibbles(index, word, put);
     } else if constexpr (kind == Kind::kInt8) {
@@ -146,7 +146,7 @@ struct Decoder {
   }
 
   template <typename Put>
-  void decode_nibbles(int quad, Word codes, const Put& put) const {
+  SPECJAX_INLINE void decode_nibbles(int quad, Word codes, const Put& put) const {
 #if defined(__AVX512BF16__)
     if constexpr (A == Arithmetic::kBfloat16) {
       put(0, 2 * quad, bfloat16_values(codes, table));
@@ -156,10 +156,9 @@ struct Decoder {
       return;
     }
 #endif
+    if constexpr (kind == Kind::kInt4) codes ^= 0x88888888u;
     Word low = codes & 0x0F0F0F0Fu, high = codes >> 4 & 0x0F0F0F0Fu;
-    if constexpr (kind == Kind::kInt4) {
-      low ^= 0x08080808u, high ^= 0x08080808u;
-    } else {
+    if constexpr (kind == Kind::kMxfp4) {
       low = lookup(low, kMxfp4Bytes), high = lookup(high, kMxfp4Bytes);
     }
     put_bytes(0, quad, low, put);
@@ -168,7 +167,7 @@ struct Decoder {
 
   // Unsigned bytes of the four inputs from 4 · `quad` on.
   template <typename Put>
-  void put_bytes(int run, int quad, Word bytes, const Put& put) const {
+  SPECJAX_INLINE void put_bytes(int run, int quad, Word bytes, const Put& put) const {
     if constexpr (A == Arithmetic::kInteger) {
       put(run, quad, bytes);
     } else {
@@ -190,7 +189,7 @@ inline void decode_chunk(const Rows& rows, int64_t chunk, Word* panel) {
       Word words[kLanes];
       read_slab(rows, vector, chunk * bytes + slab * kBytes, bytes, kColumns, words);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
-        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) {
+        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) SPECJAX_LAMBDA {
           panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
         });
       }

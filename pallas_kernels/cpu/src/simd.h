@@ -18,6 +18,11 @@
 
 namespace specjax::SPECJAX_ISA {
 
+// Functions between which values stay in registers.
+#define SPECJAX_INLINE __attribute__((always_inline)) inline
+
+#define SPECJAX_LAMBDA __attribute__((always_inline))
+
 // Loops over registers, which must not become loops over memory.
 #if defined(__clang__)
 #define SPECJAX_UNROLL _Pragma("clang loop unroll(full)")
@@ -46,8 +51,8 @@ typedef uint32_t Word __attribute__((vector_size(kBytes)));
 typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));  // a 16-bit value per lane
 
 // One 32-bit word in every lane.
-inline Word splat(uint32_t x) { return Word{} + x; }
-inline Float splat(float x) { return Float{} + x; }
+SPECJAX_INLINE Word splat(uint32_t x) { return Word{} + x; }
+SPECJAX_INLINE Float splat(float x) { return Float{} + x; }
 
 template <typename V>
 inline V load(const void* p) {
@@ -67,10 +72,10 @@ inline uint32_t load_word(const void* p) {
   return x;
 }
 
-inline Float to_float(Int v) { return __builtin_convertvector(v, Float); }
+SPECJAX_INLINE Float to_float(Int v) { return __builtin_convertvector(v, Float); }
 
 // a * b + c, rounded once where the machine can.
-inline Float fma(Float a, Float b, Float c) {
+SPECJAX_INLINE Float fma(Float a, Float b, Float c) {
 #if defined(__AVX512F__)
   return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
@@ -83,7 +88,7 @@ inline Float fma(Float a, Float b, Float c) {
 }
 
 // sum + the four products of the unsigned bytes of `u` with the signed bytes of `s`, lane by lane.
-inline Int dot4(Int sum, Word u, Word s) {
+SPECJAX_INLINE Int dot4(Int sum, Word u, Word s) {
 #if defined(__AVX512VNNI__)
   return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
 #elif defined(__AVX512BW__)
@@ -115,7 +120,7 @@ inline Int dot4(Int sum, Word u, Word s) {
 }
 
 // sum + the two products of bfloat16 pairs, lane by lane. Only where kHasBf16.
-inline Float dot2(Float sum, Word a, Word b) {
+SPECJAX_INLINE Float dot2(Float sum, Word a, Word b) {
 #if defined(__AVX512BF16__)
   return (Float)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
@@ -125,7 +130,7 @@ inline Float dot2(Float sum, Word a, Word b) {
 }
 
 // Every nibble of `codes` (one per byte) replaced by its entry in a table of 16 bytes.
-inline Word lookup(Word codes, const uint8_t* table) {
+SPECJAX_INLINE Word lookup(Word codes, const uint8_t* table) {
 #if defined(__AVX512BW__)
   const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return (Word)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)codes);
@@ -143,21 +148,21 @@ inline Word lookup(Word codes, const uint8_t* table) {
 }
 
 // rows[i] lane j <-> rows[j] lane i.
-inline void transpose(Word* rows) {
+SPECJAX_INLINE void transpose(Word* rows) {
 #if defined(__AVX512BW__)
-  __m512i* r = reinterpret_cast<__m512i*>(rows);
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {  // pairs of rows: 32-bit lanes interleaved
+  __m512i r[16], t[16];
+  std::memcpy(r, rows, sizeof r);
+  SPECJAX_UNROLL for (int i = 0; i < 16; i += 2) {  // pairs of rows: 32-bit lanes interleaved
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4) {  // r[i + c]: column c of every quarter, rows i … i + 3
+  SPECJAX_UNROLL for (int i = 0; i < 16; i += 4) {  // r[i + c]: column c of every quarter, rows i … i + 3
     r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  for (int c = 0; c < 4; ++c) {
+  SPECJAX_UNROLL for (int c = 0; c < 4; ++c) {
     const __m512i even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);      // quarters 0, 2
     const __m512i odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);       // quarters 1, 3
     const __m512i even2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
@@ -169,19 +174,19 @@ inline void transpose(Word* rows) {
   }
   std::memcpy(rows, t, sizeof t);
 #elif defined(__AVX2__)
-  __m256i* r = reinterpret_cast<__m256i*>(rows);
-  __m256i t[8];
-  for (int i = 0; i < 8; i += 2) {
+  __m256i r[8], t[8];
+  std::memcpy(r, rows, sizeof r);
+  SPECJAX_UNROLL for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
   }
-  for (int i = 0; i < 8; i += 4) {
+  SPECJAX_UNROLL for (int i = 0; i < 8; i += 4) {
     r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
     r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
     r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  for (int c = 0; c < 4; ++c) {
+  SPECJAX_UNROLL for (int c = 0; c < 4; ++c) {
     t[c] = _mm256_permute2x128_si256(r[c], r[4 + c], 0x20);
     t[4 + c] = _mm256_permute2x128_si256(r[c], r[4 + c], 0x31);
   }
