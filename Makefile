@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+COMPILERS := .venv-compilers
 
-.PHONY: demo test lint golden clean
+.PHONY: demo test lint golden compile-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 5 --trace
@@ -20,6 +21,20 @@ lint: $(VENV)/.dev
 golden: $(VENV)/.golden
 	$(BIN)/python -m tests.golden.live
 
+# Compiles the kernels for a Hopper GPU and for TPUs, without either: 1.5 GB of compilers.
+compile-check: $(COMPILERS)/.installed
+	$(COMPILERS)/bin/python -m benchmarks.compile_check_gpu
+	$(COMPILERS)/bin/python -m benchmarks.compile_check_tpu
+
+$(COMPILERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(COMPILERS)
+	$(COMPILERS)/bin/python -m pip install --quiet --editable .
+	version=$$($(COMPILERS)/bin/python -c "import jax; print(jax.__version__)"); \
+	$(COMPILERS)/bin/python -m pip install --quiet "jax[tpu]==$$version" && \
+	$(COMPILERS)/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc nvidia-nvvm \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
+	touch $@
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -33,4 +48,4 @@ $(VENV)/.test $(VENV)/.dev $(VENV)/.golden: $(VENV)/.%: pyproject.toml | $(VENV)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

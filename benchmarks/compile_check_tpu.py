@@ -14,9 +14,9 @@ without waiting for memory. They are the compiler's numbers, no measurement.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -24,19 +24,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-DUMP = Path(tempfile.mkdtemp(prefix="compile_check_tpu_"))
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh  # noqa: E402
-
-from benchmarks.common import table, write  # noqa: E402
-from pallas_kernels import mosaic_tpu  # noqa: E402
-from pallas_kernels.formats import (  # noqa: E402
+from benchmarks.common import table, write
+from pallas_kernels import mosaic_tpu
+from pallas_kernels.formats import (
     BLOCK,
     Int4Weight,
     Int8Weight,
@@ -44,8 +39,8 @@ from pallas_kernels.formats import (  # noqa: E402
     Quantized,
     padded_inputs,
 )
-from pallas_kernels.mosaic_tpu import quantized_matmul  # noqa: E402
-from pallas_kernels.mosaic_tpu.decode import storage  # noqa: E402
+from pallas_kernels.mosaic_tpu import quantized_matmul
+from pallas_kernels.mosaic_tpu.decode import storage
 
 CHIPS = {"v5e": ("v5e:2x2", "TPU v5 lite"), "v6e": ("v6e:2x2", "TPU v6 lite"),
          "tpu7x": ("tpu7x:2x2x1", "TPU7x")}  # fmt: skip
@@ -76,17 +71,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args()
     rows = []
-    try:
+    with _compiler_dumps() as dumps:
         for chip in options.chips:
             for case in _cases(options.quick):
-                rows.append(_check(chip, **case))
+                rows.append(_check(dumps, chip, **case))
                 print(table(rows[-1:], COLUMNS).splitlines()[-1], flush=True)
-    finally:
-        shutil.rmtree(DUMP)
     failed = [row for row in rows if row["error"]]
     print(f"\n{table(failed or rows, COLUMNS)}\n\n{len(rows)} compiled, {len(failed)} failed")
     write(options.json, rows)
     sys.exit(1 if failed else 0)
+
+
+@contextlib.contextmanager
+def _compiler_dumps() -> Iterator[Path]:
+    """A folder in which the compiler, once it is loaded, leaves what it made."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        yield Path(folder)
 
 
 def _cases(quick: bool) -> Iterator[dict[str, Any]]:
@@ -114,15 +117,15 @@ def _cases(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _check(
-    chip: str, name: str, activation: str, m: int, k: int, n: int, whole: bool = False
+    dumps: Path, chip: str, name: str, activation: str, m: int, k: int, n: int, whole: bool = False
 ) -> dict[str, Any]:
     """One compilation; `whole`: with the quantization of x around the kernel."""
     row = {"chip": chip, "format": name, "activation": activation, "M": m, "K": k, "N": n}
     begin = time.perf_counter()
     try:
         function, arguments = (_matmul if whole else _kernel)(chip, name, activation, m, k, n)
-        _compile(chip, function, *arguments)
-        row |= {**_schedule(arguments[-1]), "error": ""}
+        _compile(dumps, chip, function, *arguments)
+        row |= {**_schedule(dumps, arguments[-1]), "error": ""}
     except Exception as error:  # whatever the compiler raises is what this script is for
         row |= {"error": " ".join(str(error).split())[:300] or type(error).__name__}
     return {**row, "seconds": round(time.perf_counter() - begin, 2)}
@@ -172,8 +175,8 @@ def _on(chip: str):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def _compile(chip: str, function: Callable[..., jax.Array], *arguments: Any) -> None:
-    for file in DUMP.iterdir():
+def _compile(dumps: Path, chip: str, function: Callable[..., jax.Array], *arguments: Any) -> None:
+    for file in dumps.iterdir():
         file.unlink()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0])
     device = SingleDeviceSharding(topology.devices[0])
@@ -182,13 +185,13 @@ def _compile(chip: str, function: Callable[..., jax.Array], *arguments: Any) -> 
         traced.lower(lowering_platforms=("tpu",)).compile()
 
 
-def _schedule(weight: Quantized) -> dict[str, Any]:
+def _schedule(dumps: Path, weight: Quantized) -> dict[str, Any]:
     """What the compiler's dump says of the kernel, the one program that has scratch operands."""
     [original] = (
-        path for path in DUMP.glob("*-original.txt") if "'scratch operand'" in path.read_text()
+        path for path in dumps.glob("*-original.txt") if "'scratch operand'" in path.read_text()
     )
     program = original.name.rsplit("-", 2)[0]
-    [bundles] = DUMP.glob(f"{program}-*-final_bundles.txt")
+    [bundles] = dumps.glob(f"{program}-*-final_bundles.txt")
     allocations, text = original.read_text(), bundles.read_text()
     sizes = re.findall(r"space=vmem, size = (0x[0-9a-f]+)", allocations)
     turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", text, re.MULTILINE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.sampling import draw
+from specjax.sampling import draw, greedy
 
 
 def greedy_match(drafted: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -19,7 +19,7 @@ def greedy_match(drafted: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.
       accepted: int32[B], how many drafts are kept, and emitted: int32[B, N + 1], whose first
       accepted + 1 tokens are the row's next ones.
     """
-    emitted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    emitted = greedy(logits)
     return _leading(emitted[:, :-1] == drafted), emitted
 
 

@@ -1,4 +1,4 @@
-"""From logits to the distribution that is sampled: temperature, top-k, top-p."""
+"""From logits to tokens: the greedy choice, and the distribution that is sampled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import check_integer
+
+GREEDY_BLOCK = 128  # tokens; divides the vocabularies of nearly all models
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +44,21 @@ class Sampling:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def greedy(logits: jax.Array) -> jax.Array:
+    """The most probable token, the first of equals. f32[..., V] -> int32[...].
+
+    By blocks, because XLA:CPU finds a maximum with vectors and its place without: first the block
+    that has it, then its place in the block. That is some twenty times faster.
+    """
+    vocabulary = logits.shape[-1]
+    if vocabulary % GREEDY_BLOCK != 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    blocks = logits.reshape(*logits.shape[:-1], -1, GREEDY_BLOCK)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * GREEDY_BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
 def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:

@@ -6,8 +6,12 @@ Accelerator kernels have files of their own.
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +186,19 @@ class TestCpu:
             results = [run(each, x, weight, "a8") for each in fused]
             for other in results[1:]:
                 np.testing.assert_array_equal(other, results[0])
+
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_the_number_of_threads_changes_nothing(self, threads: int, tmp_path: Path) -> None:
+        path = tmp_path / "result.npy"
+        code = (
+            "import numpy as np; from pallas_kernels.matmul import matmul;"
+            "from tests.random_weights import random_int4, random_rows;"
+            f"np.save({str(path)!r}, matmul(random_rows(40, 1000), random_int4(700, 1000)))"
+        )
+        environment = os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        here = matmul(random_rows(40, 1000), random_int4(700, 1000))
+        np.testing.assert_array_equal(np.load(path), here)
 
     def test_several_weights_read_one_x(self) -> None:
         weights = tuple(random_weights(40, 300).values())

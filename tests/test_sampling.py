@@ -12,7 +12,7 @@ from scipy import stats
 
 import specjax
 from specjax.acceptance import greedy_match, rejection_sample
-from specjax.sampling import probabilities
+from specjax.sampling import greedy, probabilities
 from tests.random_models import CONFIG, quantized_model
 
 
@@ -54,6 +54,15 @@ def test_probabilities_by_the_book(sampling: specjax.Sampling) -> None:
     for row, expected in zip(got, (_reference(row, sampling) for row in logits), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-6)
         np.testing.assert_array_equal(row > 0, expected > 0)
+
+
+# greedy(logits) is argmax: the first of equals, and a NaN if there is one; any vocabulary.
+@pytest.mark.parametrize("vocabulary", [100, 128, 896])
+def test_greedy_is_argmax(vocabulary: int) -> None:
+    logits = np.random.default_rng(0).integers(-3, 4, (3, 5, vocabulary)).astype(np.float32)
+    logits[1, 2, [vocabulary // 2, vocabulary - 1]] = np.nan
+    logits[2, 0] = -np.inf
+    np.testing.assert_array_equal(greedy(jnp.asarray(logits)), logits.argmax(-1))
 
 
 def test_a_small_temperature_is_greedy_and_stays_finite() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import warnings
 from functools import lru_cache
 
 import jax
 
 WEIGHT_KINDS = ("Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32")
 HANDLERS = ("specjax_matmul", "specjax_attention", "specjax_probe_read", "specjax_probe_multiply")
+_NOT_BUILT = (
+    "specjax was installed without a working C++ compiler: on this CPU XLA alone multiplies 4-bit "
+    "weights, some thirty to a hundred times slower; install it again with a compiler"
+)
 
 
 @lru_cache(maxsize=1)
@@ -20,6 +25,8 @@ def instruction_sets() -> tuple[str, ...]:
     """
     spec = importlib.util.find_spec("pallas_kernels.cpu._native")
     if spec is None or spec.origin is None:
+        if jax.default_backend() == "cpu":
+            warnings.warn(_NOT_BUILT, RuntimeWarning, stacklevel=2)
         return ()
     library = ctypes.CDLL(spec.origin)
     for name in HANDLERS:

@@ -18,7 +18,7 @@ from pallas_kernels.formats import Quantized
 from specjax.checks import check_integer
 from specjax.kv_cache import KVCache
 from specjax.params import Params
-from specjax.sampling import draw, probabilities
+from specjax.sampling import draw, greedy, probabilities
 from specjax.state import DecodeState, Proposal, Verified
 from specjax.transformer import forward
 
@@ -102,7 +102,7 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The next draft of each row, and the distribution it was drawn from. logits: f32[B, V]."""
     if state.sampling is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        return greedy(logits), None
     assert keys is not None
     distribution = probabilities(logits, state.sampling)
     return draw(keys, distribution), distribution

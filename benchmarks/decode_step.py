@@ -1,0 +1,178 @@
+"""One decode step of a 1-billion-parameter model: tokens per second, and where the time goes.
+
+Llama-3.2-1B's shape with random weights. A step is one forward pass for `new_tokens` tokens per row
+(1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention" are the same calls with the same operands, alone.
+
+    python -m benchmarks.decode_step --json OUT [--batch 1 8] [--context 128 2048]
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import common
+from pallas_kernels.attention import attention
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
+from specjax.config import ModelConfig
+from specjax.kv_cache import KVCache
+from specjax.params import Layer, Linear, Params, linear_shapes
+from specjax.sampling import greedy
+from specjax.transformer import forward, head_activation, linear, linears
+
+CONFIG = ModelConfig(
+    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32,
+    num_kv_heads=8, head_dim=64, max_position_embeddings=131072, rope_theta=500000.0,
+    tie_word_embeddings=False, dtype="bfloat16",
+)  # fmt: skip
+STEPS = 8  # per measured call
+ROUNDS = 7
+
+
+def random_params(head: str) -> Params:
+    """Random 4-bit layers, a 16-bit embedding, and a head of 4 or 16 bits."""
+    rng = np.random.default_rng(0)
+
+    def int4(n: int, k: int) -> Weight:
+        packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), dtype=np.uint8))
+        scales = jnp.asarray(rng.uniform(0.001, 0.004, (n, k // 128)), jnp.bfloat16)
+        return Int4Weight(packed, scales, k)
+
+    def wide(n: int, k: int) -> Weight:
+        row = jnp.asarray(rng.normal(size=(1, k)) * 0.02, jnp.bfloat16).view(jnp.uint16)
+        return Bfloat16Weight(jnp.tile(row, (n, 1)))
+
+    ones = jnp.ones(CONFIG.hidden_size, jnp.bfloat16)
+    layers = tuple(
+        Layer(
+            attention_norm=ones, mlp_norm=ones,
+            **{name: Linear(int4(*shape)) for name, shape in linear_shapes(CONFIG).items()},
+        )
+        for _ in range(CONFIG.num_layers)
+    )  # fmt: skip
+    shape = (CONFIG.vocab_size, CONFIG.hidden_size)
+    lm_head = Linear(int4(*shape) if head == "int4" else wide(*shape))
+    return Params(wide(*shape), layers, ones, lm_head, CONFIG)
+
+
+@partial(jax.jit, static_argnames=("new_tokens", "activation"), donate_argnames="cache")
+def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -> KVCache:
+    """STEPS decode steps (or verifications of `new_tokens` tokens), none of which is kept."""
+    rows = cache.lengths.shape[0]
+
+    def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+        tokens, cache = carry
+        positions = cache.lengths[:, None] + jnp.arange(new_tokens)
+        logits, cache = forward(params, tokens, positions, cache, activation=activation)
+        return greedy(logits), cache
+
+    tokens = jnp.ones((rows, new_tokens), jnp.int32)
+    return lax.fori_loop(0, STEPS, step, (tokens, cache))[1]
+
+
+@partial(jax.jit, static_argnames=("rows", "activation"))
+def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
+    """The matrix products of STEPS passes, each waiting for the one before."""
+
+    def after(x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + (0 * y[:1, :1]).astype(x.dtype)
+
+    def step(_: int, x: jax.Array) -> jax.Array:
+        for layer in params.layers:
+            x = after(x, linears(x, (layer.q, layer.k, layer.v), activation)[2])
+            x = after(x, linear(x, layer.o, activation))
+            x = after(x, linears(x, (layer.gate, layer.up), activation)[1])
+            wide = jnp.tile(x, (1, CONFIG.intermediate_size // CONFIG.hidden_size))
+            x = after(x, linear(wide, layer.down, activation))
+        return after(x, linear(x, params.head, head_activation(params, activation)))
+
+    x = jnp.ones((rows, CONFIG.hidden_size), jnp.bfloat16)
+    return lax.fori_loop(0, STEPS, step, x)
+
+
+@partial(jax.jit, static_argnames="new_tokens")
+def attentions(cache: KVCache, *, new_tokens: int) -> jax.Array:
+    """The attention of STEPS passes."""
+    rows = cache.lengths.shape[0]
+    positions = cache.lengths[:, None] + jnp.arange(new_tokens)
+
+    def step(_: int, q: jax.Array) -> jax.Array:
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            mixed = attention(
+                q, keys, values, cache.lengths, positions, None,
+                window=None, head_scale=CONFIG.head_dim**-0.5,
+            )  # fmt: skip
+            q = q + (0 * mixed).astype(q.dtype)
+        return q
+
+    shape = (rows, new_tokens, CONFIG.num_heads, CONFIG.head_dim)
+    return lax.fori_loop(0, STEPS, step, jnp.ones(shape, jnp.bfloat16))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Median seconds per step."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - start) / STEPS)
+    return statistics.median(times[1:])
+
+
+def measure(
+    params: Params, batch: int, context: int, new_tokens: int, activation: str
+) -> dict[str, Any]:
+    """One line of the table."""
+    cache = KVCache.create(CONFIG, batch, context + new_tokens)
+    cache = cache.with_lengths(jnp.full(batch, context, jnp.int32))
+    parts = {
+        "matmuls": seconds(lambda: matmuls(params, rows=batch * new_tokens, activation=activation)),
+        "attention": seconds(lambda: attentions(cache, new_tokens=new_tokens)),
+    }
+    kept = [cache]  # each call takes the cache and gives it back
+
+    def run() -> KVCache:
+        kept[0] = whole(params, kept[0], new_tokens=new_tokens, activation=activation)
+        return kept[0]
+
+    step = seconds(run)
+    return {
+        "head": type(params.head.weight).__name__, "activation": activation, "batch": batch,
+        "context": context, "new_tokens": new_tokens, "step_ms": 1e3 * step,
+        "matmuls_ms": 1e3 * parts["matmuls"], "attention_ms": 1e3 * parts["attention"],
+        "rest_ms": 1e3 * (step - sum(parts.values())),
+        "tokens_per_second": batch * new_tokens / step,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
+    parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
+    options = parser.parse_args()
+    lines = []
+    for head in options.heads:
+        params = random_params(head)
+        for batch in options.batch:
+            for context in options.context:
+                for new_tokens in options.new_tokens:
+                    for activation in ("a16", "a8"):
+                        line = measure(params, batch, context, new_tokens, activation)
+                        lines.append(line)
+                        print(common.table([line], list(line)).splitlines()[-1], flush=True)
+    print(common.table(lines, list(lines[0])))
+    common.write(options.json, lines)
+
+
+if __name__ == "__main__":
+    main()
