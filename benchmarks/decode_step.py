@@ -1,7 +1,8 @@
 """One decode step of a 1-billion-parameter model: tokens per second, and where the time goes.
 
 Llama-3.2-1B's shape with random weights. A step is one forward pass for `new_tokens` tokens per row
-(1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention" are the same calls with the same operands, alone.
+(1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention"
+are the same calls with the same operands, alone.
 
     python -m benchmarks.decode_step --json OUT [--batch 1 8] [--context 128 2048]
 """
