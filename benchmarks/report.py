@@ -125,10 +125,32 @@ def _plain(rows: Rows) -> str:
     return table(rows, list(dict.fromkeys(name for row in rows for name in row)))
 
 
+def _kernels(rows: Rows) -> str:
+    """Milliseconds, and the peers' beside them."""
+
+    def line(row: dict[str, Any]) -> dict[str, Any]:
+        times = {
+            key[: -len("seconds")].rstrip("_") or "ours": 1e3 * value
+            for key, value in row.items()
+            if key.endswith("seconds")
+        }
+        named = {f"{name} ms": value for name, value in times.items()}
+        shape = {key: row[key] for key in ("kernel", "k", "n", "m")}
+        return shape | named | {"fraction": row["fraction"], "bound": row["bound"]}
+
+    rates = [f"{row['rate_read'] / 1e9:.0f}" for row in rows]
+    return (
+        f"Read bandwidth in the same run: {', '.join(dict.fromkeys(rates))} GB/s (it drifts: the "
+        f"machine is shared).\n\n{_plain([line(row) for row in rows])}"
+    )
+
+
 SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
     ("Exactness and acceptance", "exactness", _exactness),
     ("Memory, and time against the cache's capacity", "footprint", _plain),
     ("Speed beside plain decoding", "speed", _plain),
+    ("Matrix products", "kernels", _kernels),
+    ("A decode step of a billion parameters", "decode_step", _plain),
     ("Layers unrolled or scanned", "layers", _plain),
     ("Conversion of a billion parameters", "convert_1b", _plain),
 )
