@@ -43,9 +43,8 @@ _SINGLE = plgpu.Layout.TILED(
 )
 _PER_OUTPUT = ACCUMULATOR.reduce(1)  # one value per row of the accumulator
 _PER_ROW = ACCUMULATOR.reduce(0)  # one per row of x
-_LOAD_NEEDS_INDEX = (
-    inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
-)
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # needed by jax 0.10, gone in 0.12
+_LOAD_NEEDS_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
 
 def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
