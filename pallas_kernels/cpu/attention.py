@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.cpu.native import instruction_sets
+from pallas_kernels.cpu.native import check_available
 
 Operands = tuple[jax.Array | None, ...]  # queries, keys, values, lengths, positions, mask
 
@@ -37,13 +37,7 @@ def attention(
     Raises:
       ValueError: the library was not built, or this machine lacks the instruction set.
     """
-    if not instruction_sets():
-        raise ValueError("attention was not built: specjax was installed without a C++ compiler")
-    if instruction_set is not None and instruction_set not in instruction_sets():
-        raise ValueError(
-            f"instruction_set must be one of {', '.join(instruction_sets())}, "
-            f"got {instruction_set!r}"
-        )
+    check_available("attention", instruction_set)
     attributes = {
         "window": np.int64(-1 if window is None else max(window, 0)),
         "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel's exponents are of 2

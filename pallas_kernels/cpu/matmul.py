@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.activations import LEVELS
-from pallas_kernels.cpu.native import WEIGHT_KINDS, instruction_sets
+from pallas_kernels.cpu.native import WEIGHT_KINDS, check_available, instruction_sets
 from pallas_kernels.formats import Weight, plain_weight
 
 Buffers = tuple[jax.Array, ...]
@@ -38,15 +38,7 @@ def matmul(
     Raises:
       ValueError: the library was not built, or this machine lacks the instruction set.
     """
-    if not available():
-        raise ValueError(
-            "implementation 'cpu' was not built: specjax was installed without a C++ compiler"
-        )
-    if instruction_set is not None and instruction_set not in instruction_sets():
-        raise ValueError(
-            f"instruction_set must be one of {', '.join(instruction_sets())}, "
-            f"got {instruction_set!r}"
-        )
+    check_available("implementation 'cpu'", instruction_set)
     parts = [_parts(weight) for weight in weights]
     attributes = {
         "levels": np.int64(LEVELS.get(activation, 0)),

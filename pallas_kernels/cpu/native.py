@@ -34,3 +34,14 @@ def instruction_sets() -> tuple[str, ...]:
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     library.specjax_instruction_sets.restype = ctypes.c_char_p
     return tuple(library.specjax_instruction_sets().decode().split())
+
+
+def check_available(what: str, instruction_set: str | None) -> None:
+    """Raises ValueError unless the library was built and this machine has the instruction set."""
+    if not instruction_sets():
+        raise ValueError(f"{what} was not built: specjax was installed without a C++ compiler")
+    if instruction_set is not None and instruction_set not in instruction_sets():
+        raise ValueError(
+            f"instruction_set must be one of {', '.join(instruction_sets())}, "
+            f"got {instruction_set!r}"
+        )

@@ -23,8 +23,9 @@ struct Weight {
   const void* scales;
   const int8_t* zeros;  // or null
 
-  bool quantized() const { return kind <= Kind::kInt8; }
-  bool nibbles() const { return kind <= Kind::kMxfp4; }
+  // Always inlined: a copy compiled for one instruction set must not serve the others.
+  __attribute__((always_inline)) bool quantized() const { return kind <= Kind::kInt8; }
+  __attribute__((always_inline)) bool nibbles() const { return kind <= Kind::kMxfp4; }
 };
 
 // The form in which x meets a weight: words of four int8, of two bfloat16, or of one float32.
