@@ -2,7 +2,7 @@
 
 Tests and examples need a real model: one whose text is English and whose draft and target agree
 now and then, yet small enough to live in the repository. This script makes it, on a CPU in about
-two hours or on a GPU in minutes, from public-domain books, GSM8K's training part and Python's own
+three hours or on a GPU in minutes, from public-domain books, GSM8K's training part and Python's own
 library (see tiny_corpus.py). A run may be killed at any moment and started again with the same
 command: the order of the data and the learning rate are functions of the step number alone.
 
@@ -242,7 +242,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder with texts/ and prompts/")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
-    parser.add_argument("--steps", type=int, default=5200, help="the last quarter is the decay")
+    parser.add_argument("--steps", type=int, default=6200, help="the last quarter is the decay")
     parser.add_argument("--stop-at", type=int, help="leave (resumably) after this step")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="leave after so long")
     parser.add_argument("--rows", type=int, default=8, help="rows of 512 tokens per step")
