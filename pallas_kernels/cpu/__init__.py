@@ -1,5 +1,7 @@
 """Kernels for CPUs: a C++ library that XLA calls, for every instruction set that matters."""
 
 from pallas_kernels.cpu.attention import attention as attention
+from pallas_kernels.cpu.hadamard import hadamard as hadamard
 from pallas_kernels.cpu.matmul import available as available
 from pallas_kernels.cpu.matmul import matmul as matmul
+from pallas_kernels.cpu.norm import rms_norm as rms_norm

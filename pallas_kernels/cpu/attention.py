@@ -12,15 +12,17 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pallas_kernels.cache_entries import Entries, QuantizedEntries
 from pallas_kernels.cpu.native import check_available
 
-Operands = tuple[jax.Array | None, ...]  # queries, keys, values, lengths, positions, mask
+# queries, keys, values, lengths, positions; scales and zeros of keys and of values; mask
+Operands = tuple[jax.Array | None, ...]
 
 
 def attention(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Entries,
+    values: Entries,
     lengths: jax.Array,
     positions: jax.Array,
     mask: jax.Array | None,
@@ -43,7 +45,17 @@ def attention(
         "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel's exponents are of 2
         "instruction_set": instruction_set or "",
     }
-    return _batched_by_rows(attributes)(queries, keys, values, lengths, positions, mask)
+    key_codes, *key_grid = _parts(keys)
+    value_codes, *value_grid = _parts(values)
+    operands = (queries, key_codes, value_codes, lengths, positions, *key_grid, *value_grid, mask)
+    return _batched_by_rows(attributes)(*operands)
+
+
+def _parts(entries: Entries) -> tuple[jax.Array | None, ...]:
+    """What lies in the slots, and the scales and zeros that go with it."""
+    if isinstance(entries, QuantizedEntries):
+        return entries.codes, entries.scales, entries.zeros
+    return entries, None, None
 
 
 def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:

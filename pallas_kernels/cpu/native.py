@@ -10,7 +10,14 @@ from functools import lru_cache
 import jax
 
 WEIGHT_KINDS = ("Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32")
-HANDLERS = ("specjax_matmul", "specjax_attention", "specjax_probe_read", "specjax_probe_multiply")
+HANDLERS = (
+    "specjax_matmul",
+    "specjax_attention",
+    "specjax_rms_norm",
+    "specjax_hadamard",
+    "specjax_probe_read",
+    "specjax_probe_multiply",
+)
 _NOT_BUILT = (
     "specjax was installed without a working C++ compiler: on this CPU XLA alone multiplies 4-bit "
     "weights, some thirty to a hundred times slower; install it again with a compiler"

@@ -4,12 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "handlers.h"
 #include "isa.h"
 #include "threads.h"
 #include "types.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace specjax {
 namespace {
@@ -18,31 +16,6 @@ constexpr int64_t kTileRows = 64;      // queries that share one decoded strip o
 constexpr int64_t kTilesPerThread = 4;  // from which on a thread takes whole tiles, but not
 constexpr int64_t kFewRows = 16;        // of so few queries: then steps in the order of memory,
 constexpr int64_t kRunsPerThread = 4;   // a run of them at a time
-
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "specjax attention: " + message);
-}
-
-using Shape = std::vector<int64_t>;
-
-std::string text(const Shape& shape) {
-  std::string s = "[";
-  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
-  return s + "]";
-}
-
-Shape shape_of(const ffi::AnyBuffer& buffer) {
-  return Shape(buffer.dimensions().begin(), buffer.dimensions().end());
-}
-
-ffi::Error check(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-                 const Shape& shape) {
-  if (shape_of(buffer) != shape) {
-    return invalid(name + (" must be " + text(shape)) + ", got " + text(shape_of(buffer)));
-  }
-  if (buffer.element_type() != type) return invalid(std::string(name) + " has another type");
-  return ffi::Error::Success();
-}
 
 // --- Sharing the work.
 
@@ -180,37 +153,59 @@ void attend(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a) {
 ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys, Attention& a) {
   const auto q = queries.dimensions(), k = keys.dimensions();
   const auto type = queries.element_type(), cache = keys.element_type();
-  if (q.size() != 4 || (type != ffi::F32 && type != ffi::BF16)) {
+  if (q.size() != 4 || !is_float(type)) {
     return invalid("queries must be bfloat16 or float32 [B, T, H, E], got " +
                    text(shape_of(queries)));
   }
-  if (k.size() != 4 || (cache != ffi::F32 && cache != ffi::U16)) {
-    return invalid("keys must be float32 or uint16 [B, S, K, E], got " + text(shape_of(keys)));
+  if (k.size() != 4 || (cache != ffi::F32 && cache != ffi::U16 && cache != ffi::U8)) {
+    return invalid("keys must be float32, uint16 or uint8 [B, S, K, E], got " +
+                   text(shape_of(keys)));
   }
   a.b = q[0], a.tokens = q[1], a.heads = q[2], a.e = q[3];
   a.slots = k[1], a.kv_heads = k[2];
-  if (k[0] != a.b || k[3] != a.e || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
+  const bool nibbles = cache == ffi::U8 && 2 * k[3] == a.e;
+  if (k[0] != a.b || (k[3] != a.e && !nibbles) || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
     return invalid("keys " + text(shape_of(keys)) + " do not fit queries " +
                    text(shape_of(queries)));
   }
   a.group = a.heads / a.kv_heads;
-  a.queries_bfloat16 = type == ffi::BF16, a.cache_bfloat16 = cache == ffi::U16;
+  a.queries_bfloat16 = type == ffi::BF16;
+  a.cached = cache == ffi::F32   ? Cached::kFloat32
+             : cache == ffi::U16 ? Cached::kBfloat16
+             : nibbles           ? Cached::kCodes4
+                                 : Cached::kCodes8;
   return ffi::Error::Success();
 }
 
-ffi::Error read_mask(const ffi::RemainingArgs& masks, Attention& a) {
-  if (masks.size() > 1) return invalid("too many buffers");
-  if (masks.size() == 0) return ffi::Error::Success();
-  auto mask = masks.get<ffi::AnyBuffer>(0);
-  if (!mask.has_value()) return mask.error();
-  a.mask = static_cast<const bool*>(mask->untyped_data());
-  return check("mask", *mask, ffi::PRED, {a.b, a.tokens, a.tokens});
+// The scales and zeros of keys and of values, where the cache holds codes; then perhaps a mask.
+ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
+  const size_t grids = a.cached >= Cached::kCodes8 ? 4 : 0;
+  if (others.size() < grids || others.size() > grids + 1) {
+    return invalid("the number of buffers does not fit the cache's type");
+  }
+  const void* data[5] = {};
+  for (size_t i = 0; i < others.size(); ++i) {
+    auto buffer = others.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    const auto error = i == grids  ? check("mask", *buffer, ffi::PRED, {a.b, a.tokens, a.tokens})
+                       : i % 2 == 0 ? check("scales", *buffer, ffi::F32, {a.b, a.slots, a.kv_heads})
+                                    : check("zeros", *buffer, ffi::U8, {a.b, a.slots, a.kv_heads});
+    if (error.failure()) return error;
+    data[i] = buffer->untyped_data();
+  }
+  a.mask = static_cast<const bool*>(data[grids]);
+  if (grids == 0) return ffi::Error::Success();
+  a.keys.scales = static_cast<const float*>(data[0]);
+  a.keys.zeros = static_cast<const uint8_t*>(data[1]);
+  a.values.scales = static_cast<const float*>(data[2]);
+  a.values.zeros = static_cast<const uint8_t*>(data[3]);
+  return ffi::Error::Success();
 }
 
 // window: negative for none.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
                      ffi::AnyBuffer values, ffi::AnyBuffer lengths, ffi::AnyBuffer positions,
-                     ffi::RemainingArgs masks, ffi::Result<ffi::AnyBuffer> result, int64_t window,
+                     ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> result, int64_t window,
                      float scale, std::string_view instruction_set) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
@@ -222,14 +217,15 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
                      check("lengths", lengths, ffi::S32, {a.b}),
                      check("positions", positions, ffi::S32, {a.b, a.tokens}),
                      check("the result", *result, ffi::F32, shape_of(queries)),
-                     read_mask(masks, a)}) {
+                     read_others(others, a)}) {
     if (error.failure()) return error;
   }
   a.queries = queries.untyped_data();
-  a.keys = keys.untyped_data(), a.values = values.untyped_data();
+  a.keys.data = keys.untyped_data(), a.values.data = values.untyped_data();
   a.lengths = static_cast<const int32_t*>(lengths.untyped_data());
   a.positions = static_cast<const int32_t*>(positions.untyped_data());
-  a.windowed = window >= 0, a.window = window, a.scale = scale;
+  // Positions differ by less than 2^33: a wider window hides nothing more.
+  a.windowed = window >= 0, a.window = std::min(window, int64_t{1} << 33), a.scale = scale;
   a.out = static_cast<float*>(result->untyped_data());
   if (a.b * a.tokens * a.heads * a.e > 0) attend(pool, *kernels, a);
   return ffi::Error::Success();

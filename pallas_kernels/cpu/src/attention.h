@@ -38,9 +38,6 @@ inline Float exp2(Float x) {
 
 inline float exp2(float x) { return exp2(splat(x))[0]; }
 
-// One value in every lane, not so much as a zero added.
-inline Float spread(float x) { return (Float)splat(load_word(&x)); }
-
 // --- y[row, column] += Σ_i x[row, i] · m[i, column], i in order.
 
 // m_stride: in bytes.
@@ -147,7 +144,7 @@ inline void score(const Entries& entries, const Span& span, const Layout& layout
   float *keys = scratch + layout.keys, *scores = scratch + layout.weights;
   std::memset(scores, 0, layout.rows * kWeightStride * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
-    read_keys(entries, span.slot(i), span.end, keys);
+    read_keys(entries, span.slot(i), span.end, layout, scratch + layout.values, keys);
     const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
     add_product<Floats>(factors, layout.rows, kStrip, scores + i * kStrip, kWeightStride);
   }
@@ -187,9 +184,9 @@ inline void mix(const Entries& entries, const Span& span, const Layout& layout,
     const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
     const Factors factors(weights, kWeightStride, direct, entries.stride, span.count(i),
                           entries.ahead);
-    if (!careful && whole && !entries.bfloat16) {
+    if (!careful && whole && entries.kind == Cached::kFloat32) {
       add_product<Floats>(factors, rows, features, sums, features);
-    } else if (!careful && whole && rows <= kDirectRows) {
+    } else if (!careful && whole && entries.kind == Cached::kBfloat16 && rows <= kDirectRows) {
       add_product<Bfloat16s>(factors, rows, features, sums, features);
     } else {
       read_values(entries, span.slot(i), span.count(i), layout, values);

@@ -42,14 +42,35 @@ struct Layout {
 // short pieces far apart are nothing that the hardware foresees.
 struct Entries {
   Entries(const Attention& a, const AttentionStep& step, const AttentionStep* next,
-          const void* cache)
-      : bfloat16(a.cache_bfloat16),
+          const Cache& cache)
+      : kind(a.cached),
         features(a.e),
-        bytes(a.e * (bfloat16 ? 2 : 4)),
-        stride(a.kv_heads * bytes) {
-    start = static_cast<const uint8_t*>(cache) + offset(a, step);
+        bytes(head_bytes(a)),
+        stride(a.kv_heads * bytes),
+        heads(a.kv_heads) {
+    start = static_cast<const uint8_t*>(cache.data) + offset(a, step);
     ahead = next == nullptr ? 0 : offset(a, *next) - offset(a, step);
     start -= step.block * kAttentionBlock * stride;
+    if (kind < Cached::kCodes8) return;
+    const int64_t first = step.tile->row * a.slots * heads + step.tile->head;
+    scales = cache.scales + first, zeros = cache.zeros + first;
+  }
+
+  // Decoded ones, f32[slots, features], of which the first is slot `slot`.
+  Entries(const float* values, int64_t slot, int64_t features)
+      : kind(Cached::kFloat32),
+        features(features),
+        bytes(features * sizeof(float)),
+        stride(bytes),
+        heads(1),
+        ahead(0),
+        start(reinterpret_cast<const uint8_t*>(values) - slot * stride) {}
+
+  static int64_t head_bytes(const Attention& a) {
+    return a.cached == Cached::kFloat32    ? 4 * a.e
+           : a.cached == Cached::kBfloat16 ? 2 * a.e
+           : a.cached == Cached::kCodes8   ? a.e
+                                           : a.e / 2;
   }
 
   // Of the step's first slot.
@@ -60,9 +81,11 @@ struct Entries {
 
   void fetch_ahead(const uint8_t* p) const { __builtin_prefetch(p + ahead, 0, 2); }
 
-  bool bfloat16;
-  int64_t features, bytes, stride, ahead;
+  Cached kind;
+  int64_t features, bytes, stride, heads, ahead;
   const uint8_t* start;
+  const float* scales = nullptr;  // of slot s: scales[s · heads], zeros[s · heads]
+  const uint8_t* zeros = nullptr;
 };
 
 // What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
@@ -116,8 +139,9 @@ inline void read_queries(const Attention& a, const AttentionTile& tile, const La
 }
 
 // kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any that can
-// be read.
-inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* keys) {
+// be read. Of float32 or bfloat16.
+inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* keys) {
+  const bool bfloat16 = entries.kind == Cached::kBfloat16;
   for (int64_t first = 0; first < kStrip; first += kLanes) {
     const uint8_t* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -137,9 +161,9 @@ inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* 
         }
       }
       transpose(words);
-      float* out = keys + first + byte / (entries.bfloat16 ? 2 : 4) * kStrip;
+      float* out = keys + first + byte / (bfloat16 ? 2 : 4) * kStrip;
       for (int i = 0; i < kLanes; ++i) {
-        if (entries.bfloat16) {
+        if (bfloat16) {
           store(out + 2 * i * kStrip, words[i] << 16);
           store(out + (2 * i + 1) * kStrip, words[i] & 0xFFFF0000u);
         } else {
@@ -150,9 +174,38 @@ inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* 
   }
 }
 
-// kLanes values of a slot, of which `left` are there.
-inline Float read_values(const Entries& entries, const uint8_t* from, int64_t left) {
-  if (!entries.bfloat16) {
+// One value in every lane, not so much as a zero added.
+inline Float spread(float x) { return (Float)splat(load_word(&x)); }
+
+// Codes of kLanes features as values.
+SPECJAX_INLINE Float code_values(Word codes, int zero, float scale) {
+  return to_float((Int)codes - zero) * spread(scale);
+}
+
+// One slot's codes: f32[features].
+inline void decode_slot(const Entries& entries, int64_t slot, float* out) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  const uint8_t* codes = entries.start + slot * entries.stride;
+  const float scale = entries.scales[slot * entries.heads];
+  const int zero = entries.zeros[slot * entries.heads];
+  const bool nibbles = entries.kind == Cached::kCodes4;
+  float* high = out + entries.bytes;  // of nibbles: the features' second half
+  int64_t i = 0;
+  for (; i + kLanes <= entries.bytes; i += kLanes) {
+    if (i % 64 == 0) entries.fetch_ahead(codes + i);
+    const Word word = __builtin_convertvector(load<Bytes>(codes + i), Word);
+    store(out + i, code_values(nibbles ? word & 0xFu : word, zero, scale));
+    if (nibbles) store(high + i, code_values(word >> 4, zero, scale));
+  }
+  for (; i < entries.bytes; ++i) {
+    out[i] = static_cast<float>((nibbles ? codes[i] & 0xF : codes[i]) - zero) * scale;
+    if (nibbles) high[i] = static_cast<float>((codes[i] >> 4) - zero) * scale;
+  }
+}
+
+// kLanes values of a slot, of which `left` are there. Of float32 or bfloat16.
+inline Float read_vector(const Entries& entries, const uint8_t* from, int64_t left) {
+  if (entries.kind == Cached::kFloat32) {
     Float values{};
     if (left >= kLanes) return load<Float>(from);
     std::memcpy(&values, from, left * sizeof(float));
@@ -167,16 +220,30 @@ inline Float read_values(const Entries& entries, const uint8_t* from, int64_t le
 // `count` slots from `slot` on: f32[count, features].
 inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
                         float* values) {
-  const int64_t size = entries.bfloat16 ? 2 : 4;
+  const int64_t size = entries.kind == Cached::kFloat32 ? 4 : 2;
   for (int64_t i = 0; i < count; ++i) {
+    float* out = values + i * layout.features;
+    if (entries.kind >= Cached::kCodes8) {
+      decode_slot(entries, slot + i, out);
+      std::memset(out + entries.features, 0, (layout.features - entries.features) * sizeof(float));
+      continue;
+    }
     const uint8_t* from = entries.start + (slot + i) * entries.stride;
     for (int64_t e = 0; e < layout.features; e += kLanes) {
-      const int64_t left = entries.bytes / size - e;
+      const int64_t left = entries.features - e;
       if (e * size % 64 == 0) entries.fetch_ahead(from + e * size);
-      const Float v = left > 0 ? read_values(entries, from + e * size, left) : Float{};
-      store(values + i * layout.features + e, v);
+      store(out + e, left > 0 ? read_vector(entries, from + e * size, left) : Float{});
     }
   }
+}
+
+// As `turn_keys`, of any kind. values: scratch for f32[kStrip, features].
+inline void read_keys(const Entries& entries, int64_t slot, int64_t end, const Layout& layout,
+                      float* values, float* keys) {
+  if (entries.kind < Cached::kCodes8) return turn_keys(entries, slot, end, keys);
+  const int64_t count = end - slot < kStrip ? end - slot : kStrip;
+  read_values(entries, slot, count, layout, values);
+  turn_keys(Entries(values, slot, layout.features), slot, slot + count, keys);
 }
 
 // --- Seeing.

@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <cstdlib>
 #include <string>
 
 namespace specjax {
@@ -8,6 +9,7 @@ namespace specjax {
   namespace isa {               \
   extern const Kernels kernels; \
   }
+SPECJAX_DECLARE(avx512_amx)
 SPECJAX_DECLARE(avx512_bf16)
 SPECJAX_DECLARE(avx512_vnni)
 SPECJAX_DECLARE(avx2_vnni)
@@ -19,6 +21,10 @@ SPECJAX_DECLARE(portable)
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -36,6 +42,27 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vnni");
 }
 
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Whether the processor has tile products, the system saves tiles, and this process may use them.
+bool has_amx() {
+  if (!has_avx512_bf16()) return false;
+  if (std::getenv("SPECJAX_AMX_EMULATED") != nullptr) return true;  // tests/test_amx.py
+#if defined(__linux__)
+  constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  constexpr unsigned kTileState = 3u << 17;                       // shapes and contents
+  constexpr int kRequestPermission = 0x1023, kTileContents = 18;  // of arch_prctl
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kFeatures) != kFeatures) return false;
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & kTileState) != kTileState) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileContents) == 0;
+#else
+  return false;
+#endif
+}
+
 // Leaf 7, subleaf 1 of cpuid: compilers learned its name late.
 bool has_avx2_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -51,8 +78,11 @@ bool has_neon_dotprod() { return true; }  // every Arm machine that runs macOS
 
 std::vector<const Kernels*> detect() {
   std::vector<const Kernels*> found;
+#if defined(SPECJAX_BUILT_avx512_amx)
+  if (has_amx()) found.push_back(&avx512_amx::kernels);
+#endif
 #if defined(SPECJAX_BUILT_avx512_bf16)
-  if (has_avx512() && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::kernels);
+  if (has_avx512_bf16()) found.push_back(&avx512_bf16::kernels);
 #endif
 #if defined(SPECJAX_BUILT_avx512_vnni)
   if (has_avx512()) found.push_back(&avx512_vnni::kernels);

@@ -3,6 +3,9 @@
 #include "attention.h"
 #include "matmul.h"
 #include "probe.h"
+#if defined(__AMX_INT8__)
+#include "amx.h"
+#endif
 
 namespace specjax::SPECJAX_ISA {
 
@@ -10,8 +13,12 @@ namespace specjax::SPECJAX_ISA {
 #define SPECJAX_NAME(name) SPECJAX_STRING(name)
 
 extern const Kernels kernels;
+#if defined(__AMX_INT8__)
+const Kernels kernels = tile_kernels(SPECJAX_NAME(SPECJAX_ISA));
+#else
 const Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
                          multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
                          write_result, read_only, multiply_only, kProbeOperations};
+#endif
 
 }  // namespace specjax::SPECJAX_ISA

@@ -4,32 +4,15 @@
 #include <string>
 #include <vector>
 
+#include "handlers.h"
 #include "isa.h"
 #include "threads.h"
 #include "types.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace specjax {
 namespace {
 
 constexpr int64_t kSerialWork = 1 << 15;  // values of x that one thread prepares faster than two
-
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "specjax matmul: " + message);
-}
-
-std::string text(ffi::AnyBuffer::Dimensions dims) {
-  std::string s = "[";
-  for (size_t i = 0; i < dims.size(); ++i) s += (i ? ", " : "") + std::to_string(dims[i]);
-  return s + "]";
-}
-
-bool is_matrix(const ffi::AnyBuffer& buffer, int64_t rows, int64_t columns) {
-  const auto dims = buffer.dimensions();
-  return dims.size() == 2 && dims[0] == rows && dims[1] == columns;
-}
 
 // What the attributes say of one weight.
 struct Description {
@@ -42,9 +25,9 @@ struct Description {
 };
 
 ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zeros, Weight& w) {
-  if (!is_matrix(scales, w.n, w.groups)) {
-    return invalid("scales must be [" + std::to_string(w.n) + ", " + std::to_string(w.groups) +
-                   "], got " + text(scales.dimensions()));
+  const Shape shape{w.n, w.groups};
+  if (shape_of(scales) != shape) {
+    return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
   }
   switch (scales.element_type()) {
     case ffi::BF16: w.scale = Scale::kBfloat16; break;
@@ -58,8 +41,8 @@ ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zero
   }
   w.scales = scales.untyped_data();
   if (zeros == nullptr) return ffi::Error::Success();
-  if (!is_matrix(*zeros, w.n, w.groups) || zeros->element_type() != ffi::S8) {
-    return invalid("zeros must be int8 like the scales, got " + text(zeros->dimensions()));
+  if (shape_of(*zeros) != shape || zeros->element_type() != ffi::S8) {
+    return invalid("zeros must be int8 like the scales, got " + text(shape_of(*zeros)));
   }
   w.zeros = static_cast<const int8_t*>(zeros->untyped_data());
   return ffi::Error::Success();
@@ -75,7 +58,7 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
     buffers.push_back(*buffer);
   }
   const ffi::AnyBuffer& data = buffers[0];
-  const auto dims = data.dimensions();
+  const Shape dims = shape_of(data);
   if (dims.size() != 2 || dims[0] < 1 || dims[1] < 1) {
     return invalid("a weight must be a matrix, got " + text(dims));
   }
@@ -165,9 +148,9 @@ void multiply(ffi::ThreadPool& pool, const Kernels& kernels, const Input& x,
 }
 
 ffi::Error read_input(const ffi::AnyBuffer& x, Input& input) {
-  const auto dims = x.dimensions();
+  const Shape dims = shape_of(x);
   const auto type = x.element_type();
-  if (dims.size() != 2 || (type != ffi::F32 && type != ffi::BF16)) {
+  if (dims.size() != 2 || !is_float(type)) {
     return invalid("x must be a bfloat16 or float32 matrix, got " + text(dims));
   }
   input = {x.untyped_data(), type == ffi::BF16, dims[0], dims[1]};
@@ -199,8 +182,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
     first += d.buffers();
     auto y = results.get<ffi::AnyBuffer>(i);
     if (!y.has_value()) return y.error();
-    if (!is_matrix(**y, input.m, p.weight.n) || (*y)->element_type() != ffi::F32) {
-      return invalid("a result does not fit: got " + text((*y)->dimensions()));
+    if (shape_of(**y) != Shape{input.m, p.weight.n} || (*y)->element_type() != ffi::F32) {
+      return invalid("a result does not fit: got " + text(shape_of(**y)));
     }
     p.y = static_cast<float*>((*y)->untyped_data());
     p.how = kernels->preparation(p.weight, input, static_cast<int>(levels));

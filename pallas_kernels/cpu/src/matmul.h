@@ -5,6 +5,7 @@
 #pragma once
 
 #include "groups.h"
+#include "tiles.h"
 
 namespace specjax::SPECJAX_ISA {
 
@@ -12,21 +13,26 @@ inline constexpr int kRowsPerPass = 96;  // rows that share one decoded panel: t
 inline constexpr int kFewRows = 4;       // rows up to which a panel does not pay
 inline constexpr int kSmallestGroup = 32;
 
+// The sum over a segment: of chains that each take every kChains-th word, since a product of floats
+// waits for the one before it in its chain; they are added in their order at the end.
 template <Arithmetic A>
-struct Sums;  // of one group
+struct Sums;
 template <>
 struct Sums<Arithmetic::kInteger> {
   using Vector = Int;
+  static constexpr int kChains = 1;
   static Int add(Int sum, Word w, Word x) { return dot4(sum, w, x); }
 };
 template <>
 struct Sums<Arithmetic::kBfloat16> {
   using Vector = Float;
+  static constexpr int kChains = 2;
   static Float add(Float sum, Word w, Word x) { return dot2(sum, w, x); }
 };
 template <>
 struct Sums<Arithmetic::kFloat32> {
   using Vector = Float;
+  static constexpr int kChains = 2;
   static Float add(Float sum, Word w, Word x) { return fma((Float)w, (Float)x, sum); }
 };
 
@@ -53,8 +59,9 @@ struct Product {
 struct Place {
   template <Arithmetic A>
   static Place of(const Product& p, int64_t start) {
-    const int64_t group = p.w.quantized() ? start / p.w.group_size : 0;
-    return {group, start / p.segment<A>(), p.w.groups, p.how.inputs / p.segment<A>()};
+    const int segment_bits = __builtin_ctzll(p.segment<A>());  // sizes are powers of two
+    const int64_t group = p.w.groups > 1 ? start >> __builtin_ctzll(p.w.group_size) : 0;
+    return {group, start >> segment_bits, p.w.groups, p.how.inputs >> segment_bits};
   }
 
   int64_t group, segment, groups, segments;  // the last two: per row
@@ -85,18 +92,30 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
                         const Word* panel, int64_t start, int64_t row, Float* y) {
   const int64_t stride = p.how.inputs / kPerWord<A>;
   const uint32_t* words = p.words<A>(row, start);
-  typename Sums<A>::Vector sums[R][kVectors] = {};
-  for (int i = 0; i < p.segment<A>() / kPerWord<A>; ++i) {
-    Word weights[kVectors];
-    for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
-    for (int r = 0; r < R; ++r) {
-      const Word values = splat(words[r * stride + i]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
+  using Vector = typename Sums<A>::Vector;
+  Vector totals[R][kVectors];
+  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] = Vector{};
+  }
+  for (int chain = 0; chain < Sums<A>::kChains; ++chain) {
+    Vector sums[R][kVectors] = {};
+    for (int64_t i = chain; i < p.segment<A>() / kPerWord<A>; i += Sums<A>::kChains) {
+      Word weights[kVectors];
+      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        const Word values = splat(words[r * stride + i]);
+        SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
+          sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
+        }
+      }
+    }
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] += sums[r][v];
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      add_scaled<A>(p, groups[v], place, row + r, sums[r][v], y[r * kVectors + v]);
+  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
+      add_scaled<A>(p, groups[v], place, row + r, totals[r][v], y[r * kVectors + v]);
     }
   }
 }
@@ -110,25 +129,51 @@ inline void add_rows(const Product& p, const Group* groups, const Place& place, 
   add_segment<A, R>(p, groups, place, panel, start, row, y);
 }
 
-// Adds a chunk for `m` rows from `first` on, in even portions of at most kRows.
+// The same by tiles, which were shaped for the largest portion: of a smaller one's, the last row is
+// the next portion's, and not added.
+template <Arithmetic A>
+inline void add_tiles(const Product& p, const Group* groups, const Place& place, const Word* panel,
+                      int64_t start, int64_t row, int64_t rows, Float* y) {
+  alignas(64) typename Sums<A>::Vector sums[kTileRows * kVectors];
+  multiply_tiles<A>(p.words<A>(row, start), p.how.inputs / kPerWord<A>, panel,
+                    p.segment<A>() / kPerWord<A>, sums);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t i = r * kVectors + v;
+      add_scaled<A>(p, groups[v], place, row + r, sums[i], y[i]);
+    }
+  }
+}
+
+template <Arithmetic A>
+inline constexpr int kPortion = kTiles<A> ? kTileRows : kRows;
+
+// Adds a chunk for `m` rows from `first` on, in even portions of at most kPortion.
 template <Arithmetic A, Kind kind>
-inline void add_chunk(const Product& p, const Rows& rows, Groups& groups, int64_t chunk,
+inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t chunk,
                       int64_t first, int64_t m, Float* y) {
   alignas(64) Word panel[2 * kRunWords<A> * kVectors];
-  decode_chunk<A, kind>(rows, chunk, panel);
-  const int64_t portions = (m + kRows - 1) / kRows;
-  const int64_t segments = kRun<A> / p.segment<A>();
+  decode_chunk<A, kind>(p.w, column, chunk, panel);
+  const int64_t portions = (m + kPortion<A> - 1) / kPortion<A>;
+  const int64_t rest = m % portions, segments = kRun<A> / p.segment<A>();
   for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which `multiply_vector` ends them
-    const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s / segments;
-    const int64_t i = (kind <= Kind::kMxfp4 ? s / 2 : s % segments) * p.segment<A>();
+    const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s >= segments;
+    const int64_t i = (kind <= Kind::kMxfp4 ? s / 2 : s - run * segments) * p.segment<A>();
     const int64_t start = run_start<A>(p.w, chunk, run) + i;
     Group group[kVectors];
     const Place place = Place::of<A>(p, start);
     for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, place.group);
     const Word* part = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
+    int64_t row = 0;
     for (int64_t portion = 0; portion < portions; ++portion) {
-      const int64_t row = m * portion / portions, next = m * (portion + 1) / portions;
-      add_rows<A, kRows>(p, group, place, part, start, first + row, next - row, y + row * kVectors);
+      const int64_t count = m / portions + (portion < rest);
+      Float* sums = y + row * kVectors;
+      if constexpr (kTiles<A>) {
+        add_tiles<A>(p, group, place, part, start, first + row, count, sums);
+      } else {
+        add_rows<A, kRows>(p, group, place, part, start, first + row, count, sums);
+      }
+      row += count;
     }
   }
 }
@@ -138,10 +183,11 @@ template <Arithmetic A, Kind kind>
 inline void multiply_many(const Product& p, int64_t column, int64_t first, int64_t m, float* y) {
   alignas(64) Float sums[kRowsPerPass * kVectors];
   std::memset(sums, 0, m * kVectors * sizeof(Float));
-  const Rows rows(p.w, column);
   Groups groups(p.w, column);
+  const int64_t portions = (m + kPortion<A> - 1) / kPortion<A>;
+  const TileShapes<A> shapes((m + portions - 1) / portions, p.segment<A>() / kPerWord<A>);
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
-    add_chunk<A, kind>(p, rows, groups, chunk, first, m, sums);
+    add_chunk<A, kind>(p, column, groups, chunk, first, m, sums);
   }
   const int64_t columns = p.w.n - column < kColumns ? p.w.n - column : kColumns;
   for (int64_t row = 0; row < m; ++row) {
@@ -153,37 +199,36 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 // same sums in the same order.
 
 template <Arithmetic A, Kind kind, int R>
-inline void multiply_vector(const Product& p, const Rows& rows, Groups& groups, int vector,
+inline void multiply_vector(const Product& p, int64_t column, Groups& groups, int vector,
                             Float* y) {
   using Vector = typename Sums<A>::Vector;
-  const Decoder<A, kind> decoder;
-  const int64_t segment = p.segment<A>(), stride = p.how.inputs / kPerWord<A>;
-  constexpr int bytes = chunk_bytes<A>(kind);
+  constexpr int kChains = Sums<A>::kChains;
+  const int64_t stride = p.how.inputs / kPerWord<A>, segment = p.segment<A>();
+  const int64_t output = column + vector * kLanes;
+  const uint8_t* ahead = p.w.data + (output + kLanes) * p.w.row_bytes;
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
     const int64_t starts[2] = {run_start<A>(p.w, chunk, 0), run_start<A>(p.w, chunk, 1)};
     const uint32_t* x[2] = {p.words<A>(0, starts[0]), p.words<A>(0, starts[1])};
-    Vector sums[2][R] = {};
-    for (int slab = 0; slab < bytes / kBytes; ++slab) {
-      Word words[kLanes];
-      read_slab(rows, vector, chunk * bytes + slab * kBytes, 2 * bytes, kLanes, words);
-      SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
-        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) SPECJAX_LAMBDA {
-          SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-            const Word values = splat(x[run][r * stride + word]);
-            sums[run][r] = Sums<A>::add(sums[run][r], value, values);
-          }
-          const int64_t end = (word + 1) * kPerWord<A>;
-          if (end % kSmallestGroup == 0 && end % segment == 0) {
-            const Place place = Place::of<A>(p, starts[run] + end - segment);
-            const Group group = groups.read(vector, place.group);
-            SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-              add_scaled<A>(p, group, place, r, sums[run][r], y[r]);
-              sums[run][r] = Vector{};
-            }
-          }
-        });
+    Vector sums[2][R][kChains] = {};
+    const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        Vector& sum = sums[run][r][word & (kChains - 1)];
+        sum = Sums<A>::add(sum, value, splat(x[run][r * stride + word]));
       }
-    }
+      const int64_t end = (word + 1) * kPerWord<A>;
+      if (end % kSmallestGroup != 0 || (end & (segment - 1)) != 0) return;
+      const Place place = Place::of<A>(p, starts[run] + end - segment);
+      const Group group = groups.read(vector, place.group);
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        Vector total{};
+        SPECJAX_UNROLL for (int chain = 0; chain < kChains; ++chain) {
+          total += sums[run][r][chain];
+          sums[run][r][chain] = Vector{};
+        }
+        add_scaled<A>(p, group, place, r, total, y[r]);
+      }
+    };
+    decode_rows<A, kind>(p.w, output, chunk, ahead, add);
   }
 }
 
@@ -192,13 +237,12 @@ inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) 
   if constexpr (R > 1) {
     if (m < R) return multiply_few<A, kind, R - 1>(p, column, m, y);
   }
-  const Rows rows(p.w, column);
   Groups groups(p.w, column);
   for (int v = 0; v < kVectors; ++v) {
     const int64_t left = p.w.n - column - v * kLanes;
     if (left <= 0) return;
     Float sums[R] = {};
-    multiply_vector<A, kind, R>(p, rows, groups, v, sums);
+    multiply_vector<A, kind, R>(p, column, groups, v, sums);
     for (int r = 0; r < R; ++r) {
       std::memcpy(y + r * p.w.n + column + v * kLanes, sums + r,
                   (left < kLanes ? left : kLanes) * sizeof(float));
@@ -208,7 +252,9 @@ inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) 
 
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
-  if (m <= kFewRows) return multiply_few<A, kind, kFewRows>(p, column, m, y);
+  if constexpr (!kTiles<A>) {
+    if (m <= kFewRows) return multiply_few<A, kind, kFewRows>(p, column, m, y);
+  }
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;

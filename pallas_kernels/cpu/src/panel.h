@@ -68,36 +68,27 @@ constexpr int chunk_bytes(Kind kind) {
                                    : kRun<A>;
 }
 
-// Where the rows of a panel begin. Rows past the last repeat it.
-struct Rows {
-  Rows(const Weight& w, int64_t column) : bytes(w.row_bytes) {
-    for (int i = 0; i < kColumns; ++i) {
-      start[i] = w.data + (column + i < w.n ? column + i : w.n - 1) * bytes;
-    }
-  }
-
-  int64_t bytes;
-  const uint8_t* start[kColumns];
-};
-
-// kLanes rows of kBytes bytes, transposed; bytes past a row's end are zero.
+// kLanes rows of kBytes bytes, from row `row` and byte `offset` of a row on, transposed. What lies
+// outside the weight is zero.
 //
-// So many rows are too many streams for the hardware to foresee: each asks for its own next chunk,
-// `ahead` bytes on, and at its end for the beginning of the row that is read next, `stride` rows on.
-SPECJAX_INLINE void read_slab(const Rows& rows, int vector, int64_t offset, int64_t ahead, int64_t stride,
-                      Word* words) {
-  const uint8_t* const* start = rows.start + vector * kLanes;
-  const int64_t left = rows.bytes - offset;
-  const int64_t next = offset + ahead + (ahead < left ? 0 : (stride - 1) * rows.bytes);
-  SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) __builtin_prefetch(start[i] + next, 0, 2);
-  if (left >= kBytes) {
-    SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(start[i] + offset);
-  } else {
-    for (int i = 0; i < kLanes; ++i) {
-      words[i] = Word{};
-      if (left > 0) std::memcpy(&words[i], start[i] + offset, left);
+// So many rows are too many streams for the hardware to foresee, and memory is read fastest from end
+// to end: as many bytes are asked for at `ahead`, which moves on through rows that are read later.
+SPECJAX_INLINE void read_slab(const Weight& w, int64_t row, int64_t offset, const uint8_t* ahead,
+                              Word* words) {
+  constexpr int kLine = 64;
+  SPECJAX_UNROLL for (int i = 0; i < kLanes * kBytes; i += kLine) __builtin_prefetch(ahead + i);
+  alignas(64) uint8_t edge[kLanes * kBytes];
+  const uint8_t* from = w.data + row * w.row_bytes + offset;
+  int64_t stride = w.row_bytes;
+  const int64_t rows = w.n - row, bytes = w.row_bytes - offset;
+  if (__builtin_expect(rows < kLanes || bytes < kBytes, 0)) {
+    std::memset(edge, 0, sizeof edge);
+    for (int64_t i = 0; i < rows && i < kLanes && bytes > 0; ++i) {
+      std::memcpy(edge + i * kBytes, from + i * stride, bytes < kBytes ? bytes : kBytes);
     }
+    from = edge, stride = kBytes;
   }
+  SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * stride);
   transpose(words);
 }
 
@@ -128,20 +119,18 @@ struct Decoder {
   Word table = bfloat16_table<kind>();
 #endif
 
-  // The chunk's word `index`, four bytes of every row.
+  // Four bytes of every row: number `index` of the run `run`, or of both runs' nibbles.
   template <typename Put>
-  SPECJAX_INLINE void decode(int index, Word word, const Put& put) const {
+  SPECJAX_INLINE void decode(int run, int index, Word word, const Put& put) const {
     if constexpr (kind <= Kind::kMxfp4) {
       decode_nibbles(index, word, put);
     } else if constexpr (kind == Kind::kInt8) {
-      constexpr int quads = kRun<A> / 4;
-      put_bytes(index / quads, index % quads, word ^ 0x80808080u, put);
+      put_bytes(run, index, word ^ 0x80808080u, put);
     } else if constexpr (kind == Kind::kBfloat16 && A == Arithmetic::kFloat32) {
-      constexpr int pairs = kRun<A> / 2;
-      put(index / pairs, index % pairs * 2, word << 16);
-      put(index / pairs, index % pairs * 2 + 1, word & 0xFFFF0000u);
+      put(run, 2 * index, word << 16);
+      put(run, 2 * index + 1, word & 0xFFFF0000u);
     } else {
-      put(index / kRunWords<A>, index % kRunWords<A>, word);
+      put(run, index, word);
     }
   }
 
@@ -179,21 +168,36 @@ struct Decoder {
   }
 };
 
-// A chunk of kColumns outputs: panel[word of the chunk][vector].
-template <Arithmetic A, Kind kind>
-inline void decode_chunk(const Rows& rows, int64_t chunk, Word* panel) {
+// Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on. `ahead` is
+// moved on by as many bytes as were read.
+template <Arithmetic A, Kind kind, typename Put>
+SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const uint8_t*& ahead,
+                                const Put& put) {
+  constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;  // of a row's bytes: one per run they hold
+  constexpr int kPartBytes = chunk_bytes<A>(kind) / kParts;
   const Decoder<A, kind> decoder;
-  constexpr int bytes = chunk_bytes<A>(kind);
-  for (int vector = 0; vector < kVectors; ++vector) {
-    SPECJAX_UNROLL for (int slab = 0; slab < bytes / kBytes; ++slab) {
+  SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
+    for (int slab = 0; slab < kPartBytes / kBytes; ++slab) {
       Word words[kLanes];
-      read_slab(rows, vector, chunk * bytes + slab * kBytes, bytes, kColumns, words);
+      read_slab(w, row, (chunk * kParts + part) * kPartBytes + slab * kBytes, ahead, words);
+      ahead += kLanes * kBytes;
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
-        decoder.decode(slab * kLanes + i, words[i], [&](int run, int word, Word value) SPECJAX_LAMBDA {
-          panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
-        });
+        decoder.decode(part, slab * kLanes + i, words[i], put);
       }
     }
+  }
+}
+
+// A chunk of kColumns outputs: panel[word of the chunk][vector].
+template <Arithmetic A, Kind kind>
+inline void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Word* panel) {
+  const uint8_t* ahead = w.data + (column + kColumns) * w.row_bytes +
+                         chunk * chunk_bytes<A>(kind) * kColumns;
+  for (int vector = 0; vector < kVectors; ++vector) {
+    const auto put = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
+    };
+    decode_rows<A, kind>(w, column + vector * kLanes, chunk, ahead, put);
   }
 }
 

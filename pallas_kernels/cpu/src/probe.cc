@@ -22,7 +22,7 @@ void measure(ffi::ThreadPool& pool, int64_t count, float* seconds, const Work& w
 }
 
 ffi::Error read(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data,
-                ffi::ResultBuffer<ffi::F32> seconds) {
+                ffi::ResultBufferR0<ffi::F32> seconds) {
   constexpr int64_t kPart = 1 << 18;
   const Kernels& kernels = *find_kernels("");
   std::atomic<uint32_t> sink{0};
@@ -34,8 +34,8 @@ ffi::Error read(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data,
 }
 
 // operations: how many the measured time stands for, products and additions counted apart.
-ffi::Error multiply(ffi::ThreadPool pool, ffi::ResultBuffer<ffi::F32> seconds,
-                    ffi::ResultBuffer<ffi::F32> operations, int64_t arithmetic, int64_t count) {
+ffi::Error multiply(ffi::ThreadPool pool, ffi::ResultBufferR0<ffi::F32> seconds,
+                    ffi::ResultBufferR0<ffi::F32> operations, int64_t arithmetic, int64_t count) {
   const Kernels& kernels = *find_kernels("");
   if (arithmetic < 0 || arithmetic > 2) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "unknown arithmetic");
@@ -53,11 +53,11 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::ResultBuffer<ffi::F32> seconds,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     specjax_probe_read, specjax::read,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::U8>>().Ret<ffi::Buffer<ffi::F32>>());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::U8>>().Ret<ffi::BufferR0<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_probe_multiply, specjax::multiply,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::BufferR0<ffi::F32>>()
+                                  .Ret<ffi::BufferR0<ffi::F32>>()
                                   .Attr<int64_t>("arithmetic")
                                   .Attr<int64_t>("count"));

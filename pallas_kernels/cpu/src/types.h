@@ -65,10 +65,23 @@ struct Prepared {
 
 inline constexpr int64_t kAttentionBlock = 256;  // cache slots per step of the running softmax
 
+// How a cache holds its entries (pallas_kernels/cache_entries.py).
+enum class Cached { kFloat32, kBfloat16, kCodes8, kCodes4 };
+
+// Keys or values, [b, slots, kv_heads, e]; of codes, a scale and a zero per head: [b, slots,
+// kv_heads].
+struct Cache {
+  const void* data;
+  const float* scales;
+  const uint8_t* zeros;
+};
+
 // One call of attention (pallas_kernels/attention.py), every buffer row-major.
 struct Attention {
-  const void *queries, *keys, *values;  // [b, tokens, heads, e], [b, slots, kv_heads, e] twice
-  bool queries_bfloat16, cache_bfloat16;
+  const void* queries;  // [b, tokens, heads, e]
+  Cache keys, values;
+  bool queries_bfloat16;
+  Cached cached;
   const int32_t *lengths, *positions;  // [b], [b, tokens]
   const bool* mask;                    // [b, tokens, tokens], or null: each sees those before it
   int64_t b, tokens, heads, e, slots, kv_heads;
