@@ -14,13 +14,14 @@ from jax import lax
 
 from pallas_kernels import attention_reference, cpu
 from pallas_kernels.attention_reference import BLOCK as BLOCK
+from pallas_kernels.cache_entries import Entries
 
 
 @partial(jax.jit, static_argnames=("window", "head_scale"))
 def attention(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Entries,
+    values: Entries,
     lengths: jax.Array,
     positions: jax.Array,
     mask: jax.Array | None,
@@ -36,7 +37,8 @@ def attention(
 
     Args:
       queries: [B, T, H, E].
-      keys, values: [B, S, K, E], S a multiple of BLOCK; the new tokens' entries are in place.
+      keys, values: [B, S, K, E], S a multiple of BLOCK, in any form of `Entries`; the new tokens'
+        are in place.
       lengths: int32[B], slots of context per row, the new tokens not counted.
       positions: int32[B, T], positions of the new tokens; a context slot's position is its number.
       mask: bool[B, T, T], mask[b, t, j]: token t sees new token j; None: j <= t.

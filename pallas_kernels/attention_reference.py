@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.cache_entries import Entries, read_block
 from pallas_kernels.reference import ROW_TILE, over_tiles
 
 BLOCK = 128  # cache slots per step of the running softmax
@@ -23,8 +24,8 @@ _MASKED = -1e30  # finite, so that a block nobody sees gives exp(0) = 1, not NaN
 
 def attention(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: Entries,
+    values: Entries,
     lengths: jax.Array,
     positions: jax.Array,
     mask: jax.Array | None,
@@ -86,7 +87,7 @@ def _attend(queries, keys, values, row, used, visible):
 
     def block(i, carry):
         maximum, total, acc = carry
-        k, v = (_read_block(cache, row, i) for cache in (keys, values))
+        k, v = (read_block(entries, row, i * BLOCK, BLOCK) for entries in (keys, values))
         scores = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (1,))), precision="highest")
         seen = jnp.repeat(visible(i * BLOCK + jnp.arange(BLOCK)), per_head, axis=0)[None]
         scores = jnp.where(seen, scores, _MASKED)
@@ -108,13 +109,3 @@ def _attend(queries, keys, values, row, used, visible):
     blocks = jnp.minimum(-(-used // BLOCK), keys.shape[1] // BLOCK)
     _, total, acc = lax.fori_loop(0, blocks, block, start)
     return acc / jnp.where(total == 0, 1, total)[:, :, None]
-
-
-def _read_block(cache: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
-    """f32[BLOCK, K, E]: one block of one row of the cache."""
-    block = lax.dynamic_slice(
-        cache, (row, index * BLOCK, 0, 0), (1, BLOCK, *cache.shape[2:])
-    )[0]  # fmt: skip
-    if block.dtype == jnp.uint16:  # bfloat16 bits (specjax.kv_cache)
-        block = lax.bitcast_convert_type(block, jnp.bfloat16)
-    return block.astype(jnp.float32)

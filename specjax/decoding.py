@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.cache_entries import CACHE_BITS
 from specjax.acceptance import greedy_match, rejection_sample
 from specjax.checks import check_integer
 from specjax.drafting import Drafter, QSpec
@@ -52,12 +53,13 @@ def decode(
     key: jax.Array | None = None,
     stop_tokens: Sequence[int] | None = None,
     cache_capacity: int | None = None,
+    cache_bits: int = 16,
 ) -> DecodeResult:
     """Generates text speculatively; the output is that of plain decoding with 16-bit activations.
 
     Greedy output is bit-identical to `Autoregressive()`'s on CPU. Sampled output has the same
-    distribution. A pure function: it composes with jit (max_new_tokens, stop_tokens and
-    cache_capacity static) and vmap over keys; for many samples of one prompt a batch of rows with
+    distribution. A pure function: it composes with jit (max_new_tokens, stop_tokens, cache_capacity
+    and cache_bits static) and vmap over keys; for many samples of one prompt a batch of rows with
     one key each is quicker.
 
     Args:
@@ -71,6 +73,8 @@ def decode(
       key: a random key, or one per row ([B]); goes with `sampling`.
       stop_tokens: tokens that end a row (kept in the output); None: the model's own; () for none.
       cache_capacity: KV slots per row; None: as many as needed.
+      cache_bits: bits per cache entry: 16 (the model's own dtype), 8 or 4 (one scale and zero per
+        token and head). Draft and verification read the same entries: output stays exact.
 
     Returns:
       A `DecodeResult`.
@@ -81,7 +85,7 @@ def decode(
     arguments = _arguments(
         params, prompt, max_new_tokens=max_new_tokens, prompt_lengths=prompt_lengths,
         drafter=drafter, sampling=sampling, key=key, stop_tokens=stop_tokens,
-        cache_capacity=cache_capacity,
+        cache_capacity=cache_capacity, cache_bits=cache_bits,
     )  # fmt: skip
     return _decode(params, **arguments)
 
@@ -97,12 +101,13 @@ def start(
     key: jax.Array | None = None,
     stop_tokens: Sequence[int] | None = None,
     cache_capacity: int | None = None,
+    cache_bits: int = 16,
 ) -> DecodeState:
     """The state before the first round: arguments checked, prompt in the cache. See `decode`."""
     arguments = _arguments(
         params, prompt, max_new_tokens=max_new_tokens, prompt_lengths=prompt_lengths,
         drafter=drafter, sampling=sampling, key=key, stop_tokens=stop_tokens,
-        cache_capacity=cache_capacity,
+        cache_capacity=cache_capacity, cache_bits=cache_bits,
     )  # fmt: skip
     return _start(params, **arguments)
 
@@ -165,6 +170,7 @@ def _arguments(
     key: jax.Array | None,
     stop_tokens: Sequence[int] | None,
     cache_capacity: int | None,
+    cache_bits: int,
 ) -> dict[str, Any]:
     """Checks what the caller gave and brings it into the compiled functions' form."""
     drafter = QSpec() if drafter is None else drafter
@@ -173,6 +179,8 @@ def _arguments(
     max_new_tokens = check_integer("max_new_tokens", max_new_tokens)
     if cache_capacity is not None:
         cache_capacity = check_integer("cache_capacity", cache_capacity)
+    if cache_bits not in CACHE_BITS:
+        raise ValueError(f"cache_bits must be one of {CACHE_BITS}, got {cache_bits!r}")
     tokens, lengths = normalize_prompt(prompt, prompt_lengths, config)
     capacity = check_limits(
         config, tokens.shape[1], max_new_tokens, drafter.draft_length, cache_capacity
@@ -186,6 +194,7 @@ def _arguments(
         "sampling": sampling,
         "max_new_tokens": max_new_tokens,
         "capacity": capacity,
+        "cache_bits": cache_bits,
         "stop_tokens": check_stop_tokens(stop_tokens, config),
     }
 
@@ -200,7 +209,7 @@ def _check_types(params: Any, drafter: Any, sampling: Any) -> None:
         raise ValueError(f"sampling must be a specjax.Sampling or None, got {sampling!r}")
 
 
-_STATIC = ("max_new_tokens", "capacity", "stop_tokens")
+_STATIC = ("max_new_tokens", "capacity", "cache_bits", "stop_tokens")
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -225,11 +234,12 @@ def _start(
     sampling: Sampling | None,
     max_new_tokens: int,
     capacity: int,
+    cache_bits: int,
     stop_tokens: tuple[int, ...],
 ) -> DecodeState:
     """Precise cache entries of every prompt token but the last, which the first round reads."""
     rows, width = tokens.shape
-    cache = KVCache.create(params.config, rows, capacity)
+    cache = KVCache.create(params.config, rows, capacity, cache_bits)
     if width > 1:
         positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
         _, cache = forward(params, tokens[:, :-1], positions, cache)

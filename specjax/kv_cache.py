@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import BLOCK
+from pallas_kernels.cache_entries import Entries, QuantizedEntries, empty_entries, write_entries
 from specjax.config import ModelConfig
 
 
@@ -24,24 +25,26 @@ class KVCache:
     """Keys (after RoPE) and values of every layer.
 
     keys, values: one [B, S, K, E] per layer, S a multiple of the attention's block. float32, or
-        uint16 holding bfloat16 bits: XLA:CPU would convert a whole bfloat16 cache at every
-        update.
+        uint16 holding bfloat16 bits (XLA:CPU would convert a whole bfloat16 cache at every
+        update), or `QuantizedEntries`.
     lengths: int32[B], committed slots per row.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Entries, ...]
+    values: tuple[Entries, ...]
     lengths: jax.Array
 
     @classmethod
-    def create(cls, config: ModelConfig, rows: int, capacity: int) -> KVCache:
-        """An empty cache for `rows` rows of at least `capacity` slots each."""
+    def create(cls, config: ModelConfig, rows: int, capacity: int, bits: int = 16) -> KVCache:
+        """An empty cache for `rows` rows of at least `capacity` slots each.
+
+        bits: 8 or 4 to quantize the entries; 16 to hold them in the model's dtype.
+        """
         slots = -(-capacity // BLOCK) * BLOCK
         shape = (rows, slots, config.num_kv_heads, config.head_dim)
-        dtype = jnp.uint16 if config.dtype == "bfloat16" else jnp.float32
 
-        def layers() -> tuple[jax.Array, ...]:
-            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+        def layers() -> tuple[Entries, ...]:
+            return tuple(empty_entries(shape, config.dtype, bits) for _ in range(config.num_layers))
 
         return cls(layers(), layers(), jnp.zeros(rows, jnp.int32))
 
@@ -49,6 +52,11 @@ class KVCache:
     def capacity(self) -> int:
         """Slots per row."""
         return self.keys[0].shape[1]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether entries are held at 8 or 4 bits."""
+        return isinstance(self.keys[0], QuantizedEntries)
 
     def write(self, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
         """Puts T new entries per row at its slots lengths … lengths + T - 1; `lengths` stays.
@@ -59,10 +67,8 @@ class KVCache:
         rows = jnp.arange(b)[:, None]
         slots = self.lengths[:, None] + jnp.arange(t)
 
-        def put(caches: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            if caches[layer].dtype == jnp.uint16:
-                new = jax.lax.bitcast_convert_type(new, jnp.uint16)
-            updated = caches[layer].at[rows, slots].set(new, mode="drop", unique_indices=True)
+        def put(caches: tuple[Entries, ...], new: jax.Array) -> tuple[Entries, ...]:
+            updated = write_entries(caches[layer], rows, slots, new)
             return (*caches[:layer], updated, *caches[layer + 1 :])
 
         return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))

@@ -39,6 +39,7 @@ def generate(
     sampling: Sampling | None = None,
     key: jax.Array | None = None,
     stop_tokens: Sequence[int] | None = None,
+    cache_bits: int = 16,
 ) -> str:
     """Continues `text`.
 
@@ -51,6 +52,7 @@ def generate(
       sampling: how tokens are drawn; None: greedily.
       key: a random key; goes with `sampling`.
       stop_tokens: tokens that end the text; None: the model's own; () for none.
+      cache_bits: bits per cache entry: 16, 8 or 4.
 
     Returns:
       The continuation, without the text that was given and without the stop token.
@@ -62,7 +64,7 @@ def generate(
     tokens, lengths = _bucketed(params, prompt, max_new_tokens)
     result = decode(
         params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
-        sampling=sampling, key=key, stop_tokens=stop_tokens,
+        sampling=sampling, key=key, stop_tokens=stop_tokens, cache_bits=cache_bits,
     )  # fmt: skip
     ids = np.asarray(result.tokens)[0, : np.asarray(result.lengths)[0]].tolist()
     if ids[-1] in (params.config.stop_tokens if stop_tokens is None else stop_tokens):
@@ -98,6 +100,7 @@ def stream(
     sampling: Sampling | None = None,
     key: jax.Array | None = None,
     stop_tokens: Sequence[int] | None = None,
+    cache_bits: int = 16,
 ) -> Iterator[Round]:
     """Decodes one prompt, yielding every round as soon as it is verified.
 
@@ -112,6 +115,7 @@ def stream(
       sampling: how tokens are drawn; None: greedily.
       key: a random key; goes with `sampling`.
       stop_tokens: tokens that end the row (kept in the output); None: the model's own; () for none.
+      cache_bits: bits per cache entry: 16, 8 or 4.
 
     Returns:
       The rounds.
@@ -123,7 +127,7 @@ def stream(
     tokens, lengths = _bucketed(params, prompt, max_new_tokens)
     state = start(
         params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
-        sampling=sampling, key=key, stop_tokens=stop_tokens,
+        sampling=sampling, key=key, stop_tokens=stop_tokens, cache_bits=cache_bits,
     )  # fmt: skip
     return _rounds(params, state, drafter)
 

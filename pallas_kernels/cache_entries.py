@@ -1,0 +1,111 @@
+"""Keys or values of every cache slot: in 16 or 32 bits, or quantized to 8 or 4.
+
+Quantized entries have one scale and one zero per slot and head (Atom section 4.4; QuaRot's groups,
+where they are as wide as a head), made from the entry itself. So an entry is a function of its
+token alone, and whoever wrote it, all readers read the same values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CACHE_BITS = (16, 8, 4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedEntries:
+    """x[b, s, k, e] = (code[b, s, k, e] - zeros[b, s, k]) · scales[b, s, k].
+
+    codes: uint8[B, S, K, E]; of 4 bits, uint8[B, S, K, E / 2], whose low nibbles hold the first
+        half of a head's features and whose high ones the second.
+    scales: f32[B, S, K]. zeros: uint8[B, S, K], the code that stands for zero.
+    bits: 8 or 4.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    zeros: jax.Array
+    bits: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, S, K, E)."""
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits
+
+
+Entries = jax.Array | QuantizedEntries  # float32, or uint16 holding bfloat16 bits
+
+
+def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> Entries:
+    """Slots that hold zeros. shape: [B, S, K, E]; dtype: of entries that are not quantized."""
+    if bits == 16:
+        return jnp.zeros(shape, jnp.uint16 if dtype == "bfloat16" else jnp.float32)
+    *slots, e = shape
+    codes = jnp.zeros((*slots, e * bits // 8), jnp.uint8)
+    return QuantizedEntries(codes, jnp.zeros(slots), jnp.zeros(slots, jnp.uint8), bits)
+
+
+def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.Array) -> Entries:
+    """Puts new: bf16 or f32[B, T, K, E] at [rows, slots]; what is past the last slot is dropped."""
+    if isinstance(entries, QuantizedEntries):
+        parts: Entries = quantize_entries(new, entries.bits)
+    elif entries.dtype == jnp.uint16:
+        parts = lax.bitcast_convert_type(new, jnp.uint16)
+    else:
+        parts = new
+
+    def put(old: jax.Array, part: jax.Array) -> jax.Array:
+        return old.at[rows, slots].set(part, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put, entries, parts)
+
+
+def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Slots start … start + size - 1 of one row: f32[size, K, E]."""
+
+    def cut(part: jax.Array) -> jax.Array:
+        others = part.shape[2:]
+        return lax.dynamic_slice(part, (row, start) + (0,) * len(others), (1, size, *others))[0]
+
+    block = jax.tree.map(cut, entries)
+    if isinstance(block, QuantizedEntries):
+        return dequantize_entries(block)
+    if block.dtype == jnp.uint16:
+        block = lax.bitcast_convert_type(block, jnp.bfloat16)
+    return block.astype(jnp.float32)
+
+
+def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
+    """Rounds every head's vector to its own asymmetric grid, which zero is part of.
+
+    x: bf16 or f32[..., K, E]. A vector of zeros, or one whose scale would be too small for a normal
+    float32, becomes zeros.
+    """
+    x = x.astype(jnp.float32)
+    levels = 2**bits - 1
+    low, high = jnp.minimum(jnp.min(x, axis=-1), 0), jnp.maximum(jnp.max(x, axis=-1), 0)
+    # Reciprocals are written out, because XLA makes them of some divisions and not of others.
+    scales = (high - low) * (1 / levels)
+    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales)
+    inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
+    zeros = jnp.round(-low * inverse)
+    codes = jnp.round(x * inverse[..., None]) + zeros[..., None]
+    codes = jnp.clip(codes, 0, levels).astype(jnp.uint8)
+    if bits == 4:
+        half = codes.shape[-1] // 2
+        codes = codes[..., :half] | codes[..., half:] << 4
+    return QuantizedEntries(codes, scales, zeros.astype(jnp.uint8), bits)
+
+
+def dequantize_entries(entries: QuantizedEntries) -> jax.Array:
+    """The values that entries stand for: f32[..., K, E]."""
+    codes = entries.codes
+    if entries.bits == 4:
+        codes = jnp.concatenate((codes & 0xF, codes >> 4), axis=-1)
+    differences = codes.astype(jnp.int32) - entries.zeros.astype(jnp.int32)[..., None]
+    return differences.astype(jnp.float32) * entries.scales[..., None]
