@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := .venv-compilers
+GPU := .venv-gpu
 
-.PHONY: demo test lint golden compile-check clean
+.PHONY: demo test lint golden install-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 5 --trace
@@ -21,10 +22,24 @@ lint: $(VENV)/.dev
 golden: $(VENV)/.golden
 	$(BIN)/python -m tests.golden.live
 
+# Installs the package as if there were no C++ compiler, and decodes with it.
+install-check: $(VENV)/.test
+	$(BIN)/python -m pytest -n 0 tests/install_without_compiler.py
+
 # Compiles the kernels for a Hopper GPU and for TPUs, without either: 1.5 GB of compilers.
 compile-check: $(COMPILERS)/.installed
 	$(COMPILERS)/bin/python -m benchmarks.compile_check_gpu
 	$(COMPILERS)/bin/python -m benchmarks.compile_check_tpu
+
+# Numerics, exactness and speed of the kernels on this machine's NVIDIA GPU, in ten minutes:
+# benchmarks/results/gpu_check_<device>.json.
+gpu-check: $(GPU)/.installed
+	$(GPU)/bin/python -m benchmarks.gpu_check
+
+$(GPU)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --editable . "jax[cuda13]"
+	touch $@
 
 $(COMPILERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(COMPILERS)
@@ -48,4 +63,4 @@ $(VENV)/.test $(VENV)/.dev $(VENV)/.golden: $(VENV)/.%: pyproject.toml | $(VENV)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPILERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) $(GPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,9 @@
 """Time of every matrix product of four real models' layers, beside the machine's limit.
 
-The limit is the larger of bytes / bandwidth and operations / peak, both measured in this run, on
-data larger than the last-level cache: weights are copies that together exceed it, read in turn.
-Beside it: XLA's own product of the same values in 16 bits, and PyTorch's kernels where installed.
+The limit is the larger of bytes / bandwidth and operations / peak, both measured in this run
+(`rates.py`), on data larger than the last-level cache: weights are copies that together exceed it,
+read in turn. Beside it: XLA's own product of the same values in 16 bits, and PyTorch's kernels
+where installed. It runs on a CPU, or on JAX's GPU.
 
     python -m benchmarks.kernels --json OUT [--models Llama-3.2-1B] [--rows 1 4 16] [--kernels w4a8]
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, torch_kernels
-from pallas_kernels import cpu
-from pallas_kernels.cpu import probe
+from benchmarks.rates import device_name, rates
+from pallas_kernels import cpu, mosaic_gpu
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
@@ -40,7 +41,11 @@ LAYERS = {  # (K, N) of the linear layers, without repetition
     "Qwen2.5-7B": ((3584, 3584), (3584, 512), (3584, 18944), (18944, 3584)),
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-CACHE_BYTES = 96e6  # copies of a weight together exceed this: three times a large last-level cache
+BFLOAT16_SETS = {"avx512_amx", "avx512_bf16"}  # instruction sets that multiply bfloat16
+# Copies of a weight together exceed this: three times a large last-level cache.
+CACHE_BYTES = {"cpu": 96e6, "gpu": 200e6}
+# All copies are read so often in one program: a GPU would be done before the next one is started.
+PASSES = {"cpu": 1, "gpu": 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,10 @@ def _bfloat16(rng: np.random.Generator, n: int, k: int) -> Bfloat16Weight:
 
 def kernels() -> dict[str, Kernel]:
     """The kernels that are measured. 16-bit products are bfloat16 where the machine has them."""
-    wide = "bfloat16" if cpu.native.instruction_sets()[0] == "avx512_bf16" else "float32"
+    has_bfloat16 = jax.default_backend() != "cpu" or not BFLOAT16_SETS.isdisjoint(
+        cpu.native.instruction_sets()
+    )
+    wide = "bfloat16" if has_bfloat16 else "float32"
     return {
         "w4a16": Kernel(_int4, "a16", wide),
         "w4a8": Kernel(_int4, "a8", "integer"),
@@ -105,10 +113,10 @@ def seconds(function: Callable[[int], object], calls: int, rounds: int = 7) -> f
 
 @lru_cache(maxsize=1)
 def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
-    """Different weights whose bytes together exceed CACHE_BYTES."""
+    """Different weights whose bytes together exceed the cache."""
     rng = np.random.default_rng(0)
     first = kernel.make(rng, n, k)
-    count = max(2, int(CACHE_BYTES // first.nbytes) + 1)
+    count = max(2, int(CACHE_BYTES[jax.default_backend()] // first.nbytes) + 1)
     return (first, *(jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(count - 1)))
 
 
@@ -116,19 +124,34 @@ def _time_chain(
     product: Callable[[jax.Array, Weight], jax.Array], x: jax.Array, weights: Sequence[Any]
 ) -> float:
     """Seconds per product, in one program that reads all weights one after another."""
+    passes = PASSES[jax.default_backend()]
 
     @jax.jit
     def chain(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
-        for weight in weights:
-            y = product(x, weight)
-            # The next product waits for this one, and changes nothing.
-            x = x + (0 * y[:1, :1]).astype(x.dtype)
-        return x
+        def read_all(_: int, x: jax.Array) -> jax.Array:
+            for weight in weights:
+                y = product(x, weight)
+                # The next product waits for this one, and changes nothing. (On a GPU a launch,
+                # in which our kernels' x is prepared, too.)
+                x = x + (0 * y[:1, :1]).astype(x.dtype)
+            return x
+
+        return jax.lax.fori_loop(0, passes, read_all, x)
 
     def once(_: int) -> None:
         jax.block_until_ready(chain(x, weights))
 
-    return seconds(once, calls=1) / len(weights)
+    return seconds(once, calls=1) / (passes * len(weights))
+
+
+def served_by(weight: Weight) -> str:
+    """Which kernels `matmul` takes for a weight on this machine; of a CPU, the instruction set."""
+    if jax.default_backend() == "cpu":
+        return cpu.native.instruction_sets()[0]
+    if not isinstance(weight, Quantized):
+        return "reference"
+    hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
+    return "mosaic_gpu" if hopper else "triton_gpu"
 
 
 def measure(
@@ -147,8 +170,8 @@ def measure(
         "group_size": getattr(weights[0], "group_size", None),
         "seconds": took, "limit_seconds": limit, "fraction": limit / took,
         "bound": "bytes" if by_bytes >= by_operations else "operations",
-        "implementation": cpu.native.instruction_sets()[0],
-        "device": common.environment()["processor"],
+        "implementation": served_by(weights[0]),
+        "device": device_name(),
     }  # fmt: skip
 
 
@@ -165,16 +188,29 @@ def peers(name: str, kernel: Kernel, rows: int, n: int, k: int) -> Iterator[tupl
 
         plain = tuple(w.bits.view(jnp.bfloat16) for w in weights)
         yield "xla", _time_chain(product, x, plain)
-    yield from torch_kernels.times(name, rows, n, k, seconds, CACHE_BYTES)
+    backend = jax.default_backend()
+    yield from torch_kernels.times(
+        name, rows, n, k, seconds, CACHE_BYTES[backend],
+        device="cpu" if backend == "cpu" else "cuda", passes=PASSES[backend],
+    )  # fmt: skip
 
 
-def rates() -> dict[str, float]:
-    """Bytes and operations per second, the best of a few passes each."""
-    data = jnp.zeros(400_000_000, jnp.uint8)
-    found = {"read": max(probe.read_bandwidth(data) for _ in range(9))}
-    for arithmetic in probe.ARITHMETICS:
-        found[arithmetic] = max(probe.peak(arithmetic) for _ in range(9))
-    return found
+def measurements(
+    shapes: Iterable[tuple[int, int]], names: Sequence[str], rows: Sequence[int], *, beside: bool
+) -> Iterator[dict[str, Any]]:
+    """Lines of the table, printed as they are made. shapes: (K, N); beside: others' kernels too."""
+    for k, n in shapes:
+        measured = rates()  # beside the times that are divided by them: machines drift
+        print({name: f"{value / 1e9:.1f} G/s" for name, value in measured.items()}, flush=True)
+        for name in names:
+            kernel = kernels()[name]
+            for m in rows:
+                line = measure(name, kernel, m, n, k, measured)
+                line |= {f"rate_{key}": value for key, value in measured.items()}
+                if beside:
+                    line |= {f"{peer}_seconds": s for peer, s in peers(name, kernel, m, n, k)}
+                print(_summary(line), flush=True)
+                yield line
 
 
 def main() -> None:
@@ -185,20 +221,8 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="only our own kernels")
     options = parser.parse_args()
     shapes = dict.fromkeys(shape for model in options.models for shape in LAYERS[model])
-    lines: list[dict[str, Any]] = []
-    for k, n in shapes:
-        measured = rates()  # beside the times that are divided by them: machines drift
-        print({name: f"{value / 1e9:.1f} G/s" for name, value in measured.items()}, flush=True)
-        for name in options.kernels:
-            kernel = kernels()[name]
-            for rows in options.rows:
-                line = measure(name, kernel, rows, n, k, measured)
-                line |= {f"rate_{key}": value for key, value in measured.items()}
-                if not options.no_peers:
-                    line |= {f"{peer}_seconds": s for peer, s in peers(name, kernel, rows, n, k)}
-                lines.append(line)
-                print(_summary(line), flush=True)
-    common.write(options.json, lines)
+    lines = measurements(shapes, options.kernels, options.rows, beside=not options.no_peers)
+    common.write(options.json, list(lines))
 
 
 def _summary(line: dict[str, Any]) -> str:

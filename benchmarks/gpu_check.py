@@ -1,0 +1,226 @@
+"""What only a GPU can show, in one command of less than ten minutes (`make gpu-check`).
+
+1. Numerics: every format, activation precision and awkward size, on fresh random inputs (`--seed`
+   repeats a run), against float64; and whether a row's bits depend on how many rows there are.
+2. Exactness: whether QSpec's output on the model that ships is plain decoding's.
+3. Speed: the layers of Llama-3-8B beside the GPU's measured limits, XLA's 16-bit product and
+   PyTorch's kernels (`benchmarks/kernels.py`), as many as the time allows.
+
+    python -m benchmarks.gpu_check [--seed N] [--json OUT]
+
+The result is benchmarks/results/gpu_check_<device>.json; exit status 1 where a check fails or there
+is no GPU. `--implementation cpu` (or reference) runs the same on a machine without one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from benchmarks.common import ROOT, parser, table, write
+from benchmarks.kernels import LAYERS, kernels, measurements
+from benchmarks.rates import device_name
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.formats import (
+    GROUP_SIZES,
+    Int4Weight,
+    Quantized,
+    dequantize,
+    int4_from_integers,
+    int8_from_integers,
+    mxfp4_from_codes,
+    padded_inputs,
+)
+from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
+from pallas_kernels.operands import multiplicands
+
+SECONDS = 540  # what is not measured by then is left out
+SHAPES = ((192, 2300), (67, 300))  # N, K: in segments and in one; outputs for Hopper and odd
+ROWS = (1, 9, 17, 33, 64)  # one for each of the kernels' tiles
+SCALES = dict(zip(GROUP_SIZES, ("float16", "float32", "bfloat16", "bfloat16"), strict=True))
+Weights = dict[str, Quantized]
+Lines = list[dict[str, Any]]
+
+
+def main() -> int:
+    options = _options()
+    implementations = options.implementation or _of_gpu()
+    if not implementations:
+        print(f"no GPU found: JAX sees {jax.devices()}; for another device give --implementation")
+        return 1
+    end = time.monotonic() + SECONDS
+    print(f"{device_name()}, {', '.join(implementations)}, --seed {options.seed}", flush=True)
+    lines = _report(numerics(implementations, options.seed))
+    lines += _report(exactness(options.seed))
+    failed = sum(not line["passed"] for line in lines)
+    shapes = LAYERS[options.model]
+    for line in measurements(shapes, options.kernels, options.rows, beside=not options.no_peers):
+        lines.append({"check": "speed"} | line)
+        if time.monotonic() > end:
+            print(f"{SECONDS} seconds are over: the rest is left out")
+            break
+    name = re.sub(r"\W+", "_", device_name()).lower()
+    path = options.json or ROOT / "benchmarks" / "results" / f"gpu_check_{name}.json"
+    write(path, [{"seed": options.seed} | line for line in lines])
+    print(f"{failed} checks failed (--seed {options.seed})" if failed else "all checks passed")
+    return 1 if failed else 0
+
+
+def _report(lines: Lines) -> Lines:
+    failed = [line for line in lines if not line["passed"]]
+    print(f"{lines[0]['check']}: {len(lines)} cases, {len(failed)} failed", flush=True)
+    if failed:
+        print(table(failed, list(failed[0])), flush=True)
+    return lines
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--implementation", nargs="+", choices=IMPLEMENTATIONS, help="default: the GPU's")
+    add("--seed", type=int, default=secrets.randbelow(2**31))
+    add("--model", choices=LAYERS, default="Llama-3-8B", help="whose layers are timed")
+    add("--rows", nargs="+", type=int, default=[1, 16, 64, 128])
+    add("--kernels", nargs="+", choices=kernels(), default=["w4a16", "w4a8", "mxfp4a8", "w16a16"])
+    add("--no-peers", action="store_true", help="only our own kernels")
+    return parse.parse_args()
+
+
+def _of_gpu() -> list[str]:
+    """The kernels that this machine's GPU is given; none where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return []
+    return ["mosaic_gpu", "triton_gpu"] if mosaic_gpu.is_hopper() else ["triton_gpu"]
+
+
+# --- Numerics
+
+
+def numerics(implementations: list[str], seed: int) -> Lines:
+    """One line per implementation, weight and precision."""
+    rng = np.random.default_rng(seed)
+    cases = []
+    for n, k in SHAPES:
+        x = rng.normal(size=(ROWS[-1], k)) * rng.uniform(0.1, 10, (ROWS[-1], 1))
+        x = jnp.asarray(x, jnp.bfloat16)
+        for (name, weight), implementation in product(
+            random_weights(rng, n, k).items(), implementations
+        ):
+            if implementation != "mosaic_gpu" or mosaic_gpu.supports(weight):
+                cases += [(implementation, name, weight, each, x) for each in ACTIVATIONS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time goes into compilation
+        return list(pool.map(lambda case: _check_product(*case), cases))
+
+
+def random_weights(rng: np.random.Generator, n: int, k: int) -> Weights:
+    """A weight (n, k) of every format, group size and type of scale."""
+
+    def integers(low: int, high: int, *shape: int) -> jax.Array:
+        return jnp.asarray(rng.integers(low, high, shape), jnp.int8)
+
+    def scales(group_size: int | None, dtype: str) -> jax.Array:
+        groups = 1 if group_size is None else -(-k // group_size)
+        return jnp.asarray(rng.uniform(0.005, 0.04, (n, groups)), dtype)
+
+    weights: Weights = {}
+    for size, dtype in SCALES.items():
+        s = scales(size, dtype)
+        weights[f"int4-{size}"] = int4_from_integers(integers(-8, 8, n, k), s, size)
+        weights[f"int4-{size}-zeros"] = int4_from_integers(
+            integers(-8, 8, n, k), s, size, integers(-8, 8, *s.shape)
+        )
+        weights[f"int8-{size}"] = int8_from_integers(integers(-128, 128, n, k), s, size)
+    exponents = jnp.asarray(rng.integers(118, 124, (n, -(-k // 32))), jnp.uint8)
+    weights["mxfp4"] = mxfp4_from_codes(
+        jnp.asarray(rng.integers(0, 16, (n, k)), jnp.uint8), exponents
+    )
+    return weights
+
+
+def _check_product(
+    implementation: str, name: str, weight: Quantized, activation: str, x: jax.Array
+) -> dict[str, Any]:
+    """Compares with float64 and, bit for bit, the rows of different numbers of rows.
+
+    |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros are taken off after the sum,
+    16 · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10 and more.
+    """
+
+    def run(x: jax.Array) -> np.ndarray:
+        return np.asarray(matmul(x, weight, activation, implementation=implementation))
+
+    values, w = _represented(x, weight, activation), np.asarray(dequantize(weight), np.float64)
+    magnitude = np.abs(w)
+    if isinstance(weight, Int4Weight) and weight.zeros is not None:
+        magnitude = magnitude + 16 * float(weight.scales.max())
+    y = run(x)
+    error = np.abs(y - values @ w.T) / (np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30)
+    differ = [m for m in ROWS if (run(x[:m]).view(np.int32) != y[:m].view(np.int32)).any()]
+    if (run(x[::-1])[::-1].view(np.int32) != y.view(np.int32)).any():
+        differ.append("reversed")
+    worst = float(error.max())  # a NaN is no number within the bound
+    return {
+        "check": "numerics", "implementation": implementation, "weight": name,
+        "n": weight.shape[0], "k": weight.shape[1], "activation": activation,
+        "error_of_bound": worst, "rows_that_differ": differ,
+        "passed": worst <= 1 and not differ,
+    }  # fmt: skip
+
+
+def _represented(x: jax.Array, weight: Quantized, activation: str) -> np.ndarray:
+    """The values that quantized activations stand for, f64[M, K]."""
+    m, k = x.shape
+    x = jnp.pad(x, ((0, 0), (0, padded_inputs(k) - k)))
+    q, scales = jax.jit(multiplicands, static_argnums=(1, 2))(x, weight.group_size, activation)
+    groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
+    return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
+
+
+# --- Exactness
+
+
+def exactness(seed: int) -> Lines:
+    """QSpec beside plain decoding, from the beginnings of texts that the model samples."""
+    params = specjax.load("tiny")
+    first = params.config.bos_id if params.config.bos_id is not None else params.config.pad_id
+    sampled = specjax.decode(
+        params, jnp.full((8, 1), first), max_new_tokens=31, drafter=specjax.Autoregressive(),
+        sampling=specjax.Sampling(temperature=0.9), key=jax.random.key(seed), stop_tokens=(),
+    )  # fmt: skip
+
+    def run(drafter: specjax.Drafter) -> specjax.DecodeResult:
+        return specjax.decode(
+            params, sampled.tokens, max_new_tokens=96, drafter=drafter, stop_tokens=()
+        )
+
+    plain = np.asarray(run(specjax.Autoregressive()).tokens)
+    return list(_compare(plain, run))
+
+
+def _compare(plain: np.ndarray, run: Any) -> Iterator[dict[str, Any]]:
+    for activation, length in product(("a8", "a4"), (1, 3, 7)):
+        result = run(specjax.QSpec(draft_length=length, activation=activation))
+        identical = int((np.asarray(result.tokens) == plain).all(axis=1).sum())
+        yield {
+            "check": "exactness", "model": "tiny", "activation": activation,
+            "draft_length": length, "outputs": len(plain), "identical": identical,
+            "acceptance_rate": float(result.stats.acceptance_rate),
+            "passed": identical == len(plain),
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

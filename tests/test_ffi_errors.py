@@ -1,0 +1,213 @@
+"""The C++ handlers refuse whatever does not fit, by an error of XLA's; the process lives on.
+
+They are called as XLA calls them, without the Python in front of them that would not let it come
+to this. `test_matmul.py` and `test_cpu_attention.py` have the errors that come through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cpu
+from pallas_kernels.cpu.native import HANDLERS
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
+
+
+def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def zeros(*dims: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.zeros(dims, dtype)
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of one handler: operands and attributes in their order; None leaves one out."""
+
+    handler: str
+    operands: dict[str, jax.Array | None]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    attributes: dict[str, Any]
+
+    def run(self, changes: dict[str, Any]) -> Any:
+        operands = {name: changes.get(name, value) for name, value in self.operands.items()}
+        attributes = {name: changes.get(name, value) for name, value in self.attributes.items()}
+        call = jax.ffi.ffi_call(self.handler, changes.get("results", self.results))
+        buffers = [value for value in operands.values() if value is not None]
+        given = {name: value for name, value in attributes.items() if value is not None}
+        return jax.block_until_ready(jax.jit(lambda *x: call(*x, **given))(*buffers))
+
+
+MATMUL = Call(
+    "specjax_matmul",
+    {
+        "x": zeros(3, 300),
+        "packed": zeros(40, 256, dtype=jnp.uint8),
+        "scales": zeros(40, 4, dtype=jnp.bfloat16),
+        "points": None,
+    },
+    (shape(3, 40),),
+    {
+        "levels": np.int64(7),
+        "instruction_set": "",
+        "kinds": numbers(0),
+        "group_sizes": numbers(128),
+        "zeros": numbers(0),
+    },
+)
+ATTENTION = Call(
+    "specjax_attention",
+    {
+        "queries": zeros(2, 3, 4, 16),
+        "keys": zeros(2, 256, 2, 16),
+        "values": zeros(2, 256, 2, 16),
+        "lengths": zeros(2, dtype=jnp.int32),
+        "positions": zeros(2, 3, dtype=jnp.int32),
+        "mask": None,
+        "another": None,
+    },
+    (shape(2, 3, 4, 16),),
+    {"window": np.int64(-1), "scale": np.float32(1), "instruction_set": ""},
+)
+CODES = dataclasses.replace(
+    ATTENTION,
+    operands=ATTENTION.operands
+    | {name: zeros(2, 256, 2, 8, dtype=jnp.uint8) for name in ("keys", "values")}
+    | {
+        "key scales": zeros(2, 256, 2),
+        "key zeros": zeros(2, 256, 2, dtype=jnp.uint8),
+        "value scales": zeros(2, 256, 2),
+        "value zeros": zeros(2, 256, 2, dtype=jnp.uint8),
+    },
+)
+NORM = Call(
+    "specjax_rms_norm",
+    {"x": zeros(2, 3, 16), "scale": zeros(16)},
+    (shape(2, 3, 16),),
+    {"eps": np.float32(1e-5)},
+)
+HADAMARD = Call(
+    "specjax_hadamard",
+    {"x": zeros(3, 24, 2), "matrix": zeros(12, 12)},
+    (shape(3, 24, 2),),
+    {"scale": np.float32(1)},
+)
+READ = Call("specjax_probe_read", {"data": zeros(2**18, dtype=jnp.uint8)}, (shape(),), {})
+MULTIPLY = Call(
+    "specjax_probe_multiply",
+    {},
+    (shape(), shape()),
+    {"arithmetic": np.int64(0), "count": np.int64(1)},
+)
+
+CALLS = [MATMUL, ATTENTION, CODES, NORM, HADAMARD, READ, MULTIPLY]
+REFUSED = [  # call, what is changed, what the error says
+    (MATMUL, {"x": zeros(3, 300, dtype=jnp.float16)}, "x must be a bfloat16 or float32 matrix"),
+    (MATMUL, {"x": zeros(3, 2, 300)}, r"x must be .* got \[3, 2, 300\]"),
+    (MATMUL, {"x": zeros(3, 0)}, "a weight for 0 inputs does not fit"),
+    (MATMUL, {"x": zeros(3, 600)}, r"a weight for 600 inputs does not fit: got \[40, 256\]"),
+    (MATMUL, {"packed": zeros(256, dtype=jnp.uint8)}, "a weight must be a matrix"),
+    (MATMUL, {"packed": zeros(0, 256, dtype=jnp.uint8)}, "a weight must be a matrix"),
+    (MATMUL, {"packed": zeros(40, 256, dtype=jnp.int8)}, "does not fit"),
+    (MATMUL, {"scales": zeros(40, 3)}, r"scales must be \[40, 4\], got \[40, 3\]"),
+    (MATMUL, {"scales": zeros(160)}, r"scales must be \[40, 4\], got \[160\]"),
+    (MATMUL, {"scales": zeros(40, 4, dtype=jnp.int16)}, "scales have an unknown type"),
+    (MATMUL, {"scales": zeros(40, 4, dtype=jnp.uint8)}, "scales have another format's type"),
+    (MATMUL, {"scales": None}, "Index out of range"),
+    (MATMUL, {"points": zeros(40, 4, dtype=jnp.int8)}, "too many buffers"),
+    (MATMUL, {"zeros": numbers(1)}, "Index out of range"),
+    (
+        MATMUL,
+        {"zeros": numbers(1), "points": zeros(40, 3, dtype=jnp.int8)},
+        "zeros must be int8 like the scales",
+    ),
+    (MATMUL, {"results": (shape(3, 41),)}, r"a result does not fit: got \[3, 41\]"),
+    (MATMUL, {"results": (shape(120),)}, "a result does not fit"),
+    (MATMUL, {"results": (shape(3, 40, dtype=jnp.bfloat16),)}, "a result does not fit"),
+    (MATMUL, {"results": (shape(3, 40), shape(3, 40))}, "do not fit together"),
+    (MATMUL, {"kinds": numbers(5)}, "unknown kind of weight"),
+    (MATMUL, {"kinds": numbers(-1)}, "unknown kind of weight"),
+    (MATMUL, {"kinds": numbers(4)}, "integer products need a quantized weight"),
+    (MATMUL, {"kinds": numbers(0, 0)}, "do not fit together"),
+    (MATMUL, {"zeros": numbers()}, "do not fit together"),
+    (MATMUL, {"group_sizes": numbers(-128)}, "unknown group size -128"),
+    (MATMUL, {"levels": np.int64(128)}, "do not fit together"),
+    (MATMUL, {"levels": np.int64(-1)}, "do not fit together"),
+    (MATMUL, {"levels": np.float32(7)}, "Wrong scalar data type"),
+    (MATMUL, {"levels": None}, "Wrong number of attributes"),
+    (MATMUL, {"instruction_set": "abacus"}, "this machine cannot run abacus"),
+    (ATTENTION, {"results": (shape(2, 3, 64),)}, "the result must be"),
+    (ATTENTION, {"results": (shape(2, 3, 4, 16, dtype=jnp.bfloat16),)}, "result has another type"),
+    (ATTENTION, {"keys": zeros(2, 256, 0, 16), "values": zeros(2, 256, 0, 16)}, "do not fit"),
+    (ATTENTION, {"positions": None}, "Wrong number of arguments"),
+    (
+        ATTENTION,
+        {name: zeros(2, 3, 3, dtype=jnp.bool_) for name in ("mask", "another")},
+        "the number of buffers does not fit",
+    ),
+    (ATTENTION, {"keys": zeros(2, 256, 2, 16, dtype=jnp.int8)}, "keys must be"),
+    (CODES, {"keys": zeros(2, 256, 2, 9, dtype=jnp.uint8)}, "do not fit queries"),
+    (CODES, {"values": zeros(2, 256, 2, 16, dtype=jnp.uint8)}, "values must be"),
+    (CODES, {"key scales": zeros(2, 256, 1)}, "scales must be"),
+    (CODES, {"value scales": zeros(2, 256, 2, dtype=jnp.bfloat16)}, "scales has another type"),
+    (CODES, {"key zeros": zeros(2, 255, 2, dtype=jnp.uint8)}, "zeros must be"),
+    (CODES, {"value zeros": zeros(2, 256, 2, dtype=jnp.int8)}, "zeros has another type"),
+    (CODES, {"value zeros": None}, "the number of buffers does not fit"),
+    (ATTENTION, {"scale": np.float64(1)}, "Wrong scalar data type"),
+    (ATTENTION, {"instruction_set": "abacus"}, "this machine cannot run abacus"),
+    (NORM, {"x": zeros(2, 3, 16, dtype=jnp.float16)}, "x must be bfloat16 or float32"),
+    (NORM, {"x": zeros()}, "x must be bfloat16 or float32"),
+    (NORM, {"scale": zeros(15)}, "scale must be bfloat16 or float32"),
+    (NORM, {"scale": zeros(16, dtype=jnp.int32)}, "scale must be bfloat16 or float32"),
+    (NORM, {"scale": zeros(4, 16)}, "4 scales do not fit 6 rows"),
+    (NORM, {"results": (shape(2, 3, 15),)}, "the result must be"),
+    (NORM, {"results": (shape(2, 3, 16, dtype=jnp.bfloat16),)}, "the result has another type"),
+    (NORM, {"eps": np.float64(1)}, "Wrong scalar data type"),
+    (HADAMARD, {"x": zeros(3, 24, 2, dtype=jnp.bfloat16)}, "x must be float32"),
+    (HADAMARD, {"x": zeros(24)}, "x must be float32"),
+    (
+        HADAMARD,
+        {"x": zeros(3, 20, 2), "results": (shape(3, 20, 2),)},
+        r"a matrix does not fit: got \[12, 12\]",
+    ),
+    (
+        HADAMARD,
+        {"x": zeros(3, 36, 2), "results": (shape(3, 36, 2),)},
+        "no power of two is left: 3",
+    ),
+    (HADAMARD, {"matrix": zeros(12, 6)}, "a matrix does not fit"),
+    (HADAMARD, {"matrix": zeros(12, 12, dtype=jnp.int8)}, "a matrix does not fit"),
+    (HADAMARD, {"matrix": zeros()}, "a matrix does not fit"),
+    (HADAMARD, {"results": (shape(3, 24, 3),)}, "the result must be"),
+    (READ, {"data": zeros(2**18, dtype=jnp.int8)}, "Wrong buffer dtype"),
+    (READ, {"results": (shape(1),)}, "Wrong buffer rank"),
+    (MULTIPLY, {"arithmetic": np.int64(3)}, "unknown arithmetic"),
+    (MULTIPLY, {"results": (shape(), shape(1))}, "Wrong buffer rank"),
+]
+
+
+def test_every_handler_is_here() -> None:
+    assert {call.handler for call in CALLS} == set(HANDLERS)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_changed_below_is_accepted_as_it_stands(call: Call) -> None:
+    call.run({})
+
+
+@pytest.mark.parametrize(("call", "changes", "message"), REFUSED)
+def test_it_is_refused(call: Call, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call.run(changes)
