@@ -4,12 +4,19 @@ Llama-3.2-1B's shape with random weights. A step is one forward pass for `new_to
 (1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention"
 are the same calls with the same operands, alone.
 
-    python -m benchmarks.decode_step --json OUT [--batch 1 8] [--context 128 2048]
+    python -m benchmarks.decode_step --json OUT [--batch 1 8] [--context 128 2048] [--peers PYTHON]
+
+`--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
+`benchmarks/peers/` says; each case is then measured with them too, right after ours.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import common
+from benchmarks import common, peers
 from pallas_kernels.attention import attention
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
 from specjax.config import ModelConfig
@@ -29,13 +36,9 @@ from specjax.params import Layer, Linear, Params, linear_shapes
 from specjax.sampling import greedy
 from specjax.transformer import forward, head_activation, linear, linears
 
-CONFIG = ModelConfig(
-    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32,
-    num_kv_heads=8, head_dim=64, max_position_embeddings=131072, rope_theta=500000.0,
-    tie_word_embeddings=False, dtype="bfloat16",
-)  # fmt: skip
-STEPS = 8  # per measured call
-ROUNDS = 7
+CONFIG = ModelConfig(**peers.SHAPE, tie_word_embeddings=False, dtype="bfloat16")
+STEPS, ROUNDS = peers.STEPS, peers.ROUNDS
+PEERS = ("llama_cpp", "openvino")
 
 
 def random_params(head: str) -> Params:
@@ -146,12 +149,37 @@ def measure(
 
     step = seconds(run)
     return {
-        "head": type(params.head.weight).__name__, "activation": activation, "batch": batch,
-        "context": context, "new_tokens": new_tokens, "step_ms": 1e3 * step,
+        "engine": "specjax", "head": type(params.head.weight).__name__, "activation": activation,
+        "batch": batch, "context": context, "new_tokens": new_tokens, "step_ms": 1e3 * step,
         "matmuls_ms": 1e3 * parts["matmuls"], "attention_ms": 1e3 * parts["attention"],
         "rest_ms": 1e3 * (step - sum(parts.values())),
         "tokens_per_second": batch * new_tokens / step,
     }  # fmt: skip
+
+
+def measure_peers(python: str, batch: int, context: int) -> list[dict[str, Any]]:
+    """The lines of the peers that the environment of `python` has; a word about those it lacks."""
+    lines = []
+    for name in PEERS:
+        module = ["-m", f"benchmarks.peers.{name}"]
+        case = ["--batch", str(batch), "--context", str(context)]
+        run = subprocess.run(
+            [python, *module, *case], cwd=common.ROOT, capture_output=True, text=True
+        )
+        lines += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+        if run.returncode:
+            reason = run.stderr.strip().splitlines()[-1:]
+            print(f"{name} was not measured: {''.join(reason)}", file=sys.stderr)
+    return lines
+
+
+def compare(lines: list[dict[str, Any]]) -> None:
+    """Adds to each of our lines of a case its tokens per second over the best peer's."""
+    ours = [line for line in lines if line["engine"] == "specjax"]
+    theirs = [line["tokens_per_second"] for line in lines if line["engine"] != "specjax"]
+    for line in ours:
+        if line["new_tokens"] == 1 and theirs:
+            line["over_best_peer"] = line["tokens_per_second"] / max(theirs)
 
 
 def main() -> None:
@@ -160,18 +188,22 @@ def main() -> None:
     parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
     parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
+    parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
     options = parser.parse_args()
+    models = [random_params(head) for head in options.heads]
     lines = []
-    for head in options.heads:
-        params = random_params(head)
-        for batch in options.batch:
-            for context in options.context:
-                for new_tokens in options.new_tokens:
-                    for activation in ("a16", "a8"):
-                        line = measure(params, batch, context, new_tokens, activation)
-                        lines.append(line)
-                        print(common.table([line], list(line)).splitlines()[-1], flush=True)
-    print(common.table(lines, list(lines[0])))
+    for batch, context in itertools.product(options.batch, options.context):
+        case = [
+            measure(params, batch, context, new_tokens, activation)
+            for params in models
+            for new_tokens in options.new_tokens
+            for activation in ("a16", "a8")
+        ]
+        if options.peers:
+            case += measure_peers(options.peers, batch, context)
+            compare(case)
+        print(common.table(case, list(case[0])), flush=True)
+        lines += case
     common.write(options.json, lines)
 
 

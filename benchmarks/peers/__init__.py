@@ -1,0 +1,81 @@
+"""Other engines' decode step, to stand beside ours in benchmarks/decode_step.py.
+
+Each module measures one engine in its own process and in the peers' own Python environment: it
+reads the shape from here, imports nothing of ours that needs jax, and prints one line of JSON per
+measurement. It makes its own model with random weights and keeps it for the next run.
+
+Every engine decodes with all cores, one new token per row and call, without sampling. Row 0's
+prompt is copied to the other rows' own cache entries. The steps measured lie around the context
+asked for: as many before it as after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# Llama-3.2-1B, but for the tied embedding: a head of its own, so that each has its own precision.
+SHAPE = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16,
+    "num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+STEPS = 8  # per measured call
+ROUNDS = 7
+CORES = len(os.sched_getaffinity(0))
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that all peers share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
+    parser.add_argument("--layers", type=int, default=SHAPE["num_layers"], help="fewer for a trial")
+    models = Path(tempfile.gettempdir()) / "specjax-peers"
+    parser.add_argument("--models", type=Path, default=models, help="folder for their models")
+    return parser
+
+
+def made(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, made first if it is not there; under another name until it is whole."""
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.partial")
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        make(partial)
+        partial.rename(path)
+    return path
+
+
+def prompt_length(context: int) -> int:
+    """Tokens in the cache before the first step, so that the middle step finds `context`."""
+    length = context - STEPS * (ROUNDS + 1) // 2
+    if length < 1:
+        raise ValueError(f"context must be more than {context - length} tokens, got {context}")
+    return length
+
+
+def measure(
+    engine: str, version: str, head: str, batch: int, context: int, step: Callable[[], object]
+) -> None:
+    """Prints one line: the median, over ROUNDS, of a step's seconds; a first round warms up."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        times.append((time.perf_counter() - start) / STEPS)
+    seconds = statistics.median(times[1:])
+    row = {
+        "engine": engine, "version": version, "head": head, "batch": batch, "context": context,
+        "new_tokens": 1, "step_ms": 1e3 * seconds, "tokens_per_second": batch / seconds,
+    }  # fmt: skip
+    print(json.dumps(row), flush=True)
