@@ -45,3 +45,23 @@ def quantize_activations(
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
     q = jnp.round(groups * inverse[:, :, None]).astype(jnp.int8)
     return q.reshape(m, k), scales
+
+
+def clip_activations(x: jax.Array, group_size: int | None, ratio: float) -> jax.Array:
+    """Clips every value at `ratio` times the largest magnitude of its group (Atom, section 4.2).
+
+    The clipped values reach that limit, so `quantize_activations` takes its scale from it.
+
+    Args:
+      x: bf16 or f32[M, K].
+      group_size: inputs per group, the last one may be shorter; None for one group per token.
+      ratio: above 0, at most 1.
+
+    Returns:
+      f32[M, K].
+    """
+    m, k = x.shape
+    padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -k % (group_size or k))))
+    groups = padded.reshape(m, -1, group_size or k)
+    limits = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) * ratio
+    return jnp.clip(groups, -limits, limits).reshape(m, -1)[:, :k]

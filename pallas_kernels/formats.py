@@ -5,6 +5,10 @@ the input dimension; byte r of a block holds the weight k = r in its low nibble 
 its high one. So one nibble plane is 128 consecutive inputs, the default group, and unpacking needs
 no interleave on any machine. Integers are two's complement, floats E2M1.
 
+The columns of a weight may be stored in another order than the model's inputs, so that inputs of
+one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales and zeros are those
+of the stored order.
+
 Left out on purpose: quantization recipes (`checkpoints_tools.quantize`) and arithmetic
 (`pallas_kernels.matmul`).
 """
@@ -31,19 +35,23 @@ def padded_inputs(k: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight:
-    """An 8-bit matrix: w[n, k] = q[n, k] · scales[n, k // group_size].
+    """An 8-bit matrix: w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g], g = k // group_size.
 
     integers: int8[N, padded K] (`padded_inputs`).
     scales: bf16, f16 or f32[N, groups], where groups covers the padded inputs, or [N, 1] where
         `group_size` is None (one scale per output channel). Scales of padding are zero.
     in_features: K, before padding.
     group_size: inputs per scale: 32, 64, 128 or None.
+    zeros: int8[N, groups], the integer that stands for zero; None for a symmetric weight.
+    order: int32[K], a permutation: stored column k multiplies input order[k]. None: the inputs'.
     """
 
     integers: jax.Array
     scales: jax.Array
     in_features: int = dataclasses.field(metadata={"static": True})
     group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    zeros: jax.Array | None = None
+    order: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,8 +60,8 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the integers and their scales."""
-        return self.integers.nbytes + self.scales.nbytes
+        """Bytes of everything that is held."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +69,8 @@ class Int8Weight:
 class Outliers:
     """Input columns that are kept at 8 bits (Atom's mixed precision, QSpec section 4.1).
 
-    columns: int32[O], the inputs' numbers, each once. Their 4-bit entries stand for zero.
+    columns: int32[O], the model's inputs by their numbers, each once, whatever the order of the
+        other columns. Their 4-bit entries stand for zero.
     weight: (N, O). Its inputs take 8-bit activations wherever the others take 8 or 4.
     """
 
@@ -81,6 +90,9 @@ class Int4Weight:
     group_size: inputs per scale: 32, 64, 128 or None.
     zeros: int8[N, groups], the integer that stands for zero; None for a symmetric weight.
     outliers: input columns held at 8 bits instead, or None.
+    order: int32[K], a permutation: stored column k multiplies input order[k]. None: the inputs'.
+    activation_clip: the share of a group's largest activation that "a4" represents; what is larger
+        is clipped (Atom, section 4.2).
     """
 
     packed: jax.Array
@@ -89,6 +101,8 @@ class Int4Weight:
     group_size: int | None = dataclasses.field(default=128, metadata={"static": True})
     zeros: jax.Array | None = None
     outliers: Outliers | None = None
+    order: jax.Array | None = None
+    activation_clip: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,11 +209,17 @@ def pack(q: jax.Array) -> jax.Array:
     return (planes[:, :, 0] | planes[:, :, 1] << 4).reshape(n, -1)
 
 
+def nibbles(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The planes of low and of high nibbles, as integers. uint8[N, P] -> int8[N, P] twice."""
+    signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
+    return signed << 4 >> 4, signed >> 4
+
+
 def unpack(packed: jax.Array) -> jax.Array:
     """The inverse of `pack`, padding included. uint8[N, P] -> int8[N, 2 · P]."""
     n = packed.shape[0]
-    signed = jax.lax.bitcast_convert_type(packed, jnp.int8).reshape(n, -1, PLANE)
-    return jnp.stack((signed << 4 >> 4, signed >> 4), axis=2).reshape(n, -1)
+    planes = (plane.reshape(n, -1, PLANE) for plane in nibbles(packed))
+    return jnp.stack(tuple(planes), axis=2).reshape(n, -1)
 
 
 def int4_from_integers(
@@ -207,29 +227,36 @@ def int4_from_integers(
     scales: jax.Array,
     group_size: int | None = 128,
     zeros: jax.Array | None = None,
+    order: jax.Array | None = None,
 ) -> Int4Weight:
     """Builds an `Int4Weight` from q: int8[N, K] in -8 … 7 and its groups' scales and zeros.
 
     scales, zeros: [N, ceil(K / group_size)], or [N, 1] where `group_size` is None.
+    order: int32[K], the input of every column of q, or None.
 
     Raises ValueError where shapes, dtypes or the group size do not fit together.
     """
-    scales = _padded_groups("scales", scales, q.shape, group_size, SCALE_DTYPES)
-    if zeros is not None:
-        zeros = _padded_groups("zeros", zeros, q.shape, group_size, ("int8",))
-    return Int4Weight(pack(q), scales, q.shape[1], group_size, zeros)
+    scales, zeros = _padded_scales_and_zeros(scales, zeros, q.shape, group_size)
+    _check_order(order, q.shape[1])
+    return Int4Weight(pack(q), scales, q.shape[1], group_size, zeros, order=order)
 
 
 def int8_from_integers(
-    q: jax.Array, scales: jax.Array, group_size: int | None = None
+    q: jax.Array,
+    scales: jax.Array,
+    group_size: int | None = None,
+    zeros: jax.Array | None = None,
+    order: jax.Array | None = None,
 ) -> Int8Weight:
-    """Builds an `Int8Weight` from q: int8[N, K] and scales[N, ceil(K / group_size)].
+    """Builds an `Int8Weight` from q: int8[N, K]; the rest as for `int4_from_integers`.
 
     Raises ValueError where shapes, dtypes or the group size do not fit together.
     """
     k = q.shape[1]
-    scales = _padded_groups("scales", scales, q.shape, group_size, SCALE_DTYPES)
-    return Int8Weight(jnp.pad(q, ((0, 0), (0, padded_inputs(k) - k))), scales, k, group_size)
+    scales, zeros = _padded_scales_and_zeros(scales, zeros, q.shape, group_size)
+    _check_order(order, k)
+    q = jnp.pad(q, ((0, 0), (0, padded_inputs(k) - k)))
+    return Int8Weight(q, scales, k, group_size, zeros, order)
 
 
 def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
@@ -241,6 +268,20 @@ def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
     """
     scales = _padded_groups("scales", scales, codes.shape, MXFP4_GROUP, ("uint8",))
     return Mxfp4Weight(pack(codes.astype(jnp.int8)), scales, codes.shape[1])
+
+
+def _padded_scales_and_zeros(
+    scales: jax.Array, zeros: jax.Array | None, shape: tuple[int, ...], group_size: int | None
+) -> tuple[jax.Array, jax.Array | None]:
+    scales = _padded_groups("scales", scales, shape, group_size, SCALE_DTYPES)
+    if zeros is not None:
+        zeros = _padded_groups("zeros", zeros, shape, group_size, ("int8",))
+    return scales, zeros
+
+
+def _check_order(order: jax.Array | None, k: int) -> None:
+    if order is not None and (order.shape != (k,) or order.dtype != jnp.int32):
+        raise ValueError(f"order must be int32[{k}], got {order.dtype.name}{list(order.shape)}")
 
 
 def _padded_groups(
@@ -268,11 +309,14 @@ def integers(weight: Quantized) -> jax.Array:
     if isinstance(weight, Int8Weight):
         return weight.integers
     q = unpack(weight.packed)
-    if isinstance(weight, Int4Weight):
-        return q
-    code = q & 7  # 0, 1, 2, 3, 4, 6, 8, 12: above 1, a leading bit and one more, shifted
+    return q if isinstance(weight, Int4Weight) else e2m1_integers(q)
+
+
+def e2m1_integers(codes: jax.Array) -> jax.Array:
+    """Twice the values of E2M1 codes, as unpacked from their nibbles. int8 -> int8."""
+    code = codes & 7  # 0, 1, 2, 3, 4, 6, 8, 12: above 1, a leading bit and one more, shifted
     magnitude = jnp.where(code < 2, code, (2 | (code & 1)) << jnp.maximum((code >> 1) - 1, 0))
-    return jnp.where(q < 0, -magnitude, magnitude).astype(jnp.int8)
+    return jnp.where(codes < 0, -magnitude, magnitude).astype(jnp.int8)
 
 
 def group_scales(weight: Quantized) -> jax.Array:
@@ -287,18 +331,21 @@ def group_scales(weight: Quantized) -> jax.Array:
 
 
 def dequantize(weight: Weight) -> jax.Array:
-    """The values a weight stands for, f32[N, K]; exact for 16-bit scales."""
+    """The values a weight stands for, f32[N, K], its columns in the order of the model's inputs.
+
+    They are exact for 16-bit scales.
+    """
     if not isinstance(weight, Quantized):
         return plain_values(weight).astype(jnp.float32)
     n, k = weight.shape
     scales = group_scales(weight)[:, :, None]
     groups = integers(weight).astype(jnp.float32).reshape(n, scales.shape[1], -1)
-    zeros, outliers = None, None
-    if isinstance(weight, Int4Weight):
-        zeros, outliers = weight.zeros, weight.outliers
-    if zeros is not None:
-        groups -= zeros.astype(jnp.float32)[:, :, None]
+    if not isinstance(weight, Mxfp4Weight) and weight.zeros is not None:
+        groups -= weight.zeros.astype(jnp.float32)[:, :, None]
     values = (groups * scales).reshape(n, -1)[:, :k]
-    if outliers is not None:
-        values = values.at[:, outliers.columns].add(dequantize(outliers.weight))
+    if not isinstance(weight, Mxfp4Weight) and weight.order is not None:
+        values = jnp.zeros_like(values).at[:, weight.order].set(values)
+    if isinstance(weight, Int4Weight) and weight.outliers is not None:
+        columns, outliers = weight.outliers.columns, weight.outliers.weight
+        values = values.at[:, columns].add(dequantize(outliers))
     return values

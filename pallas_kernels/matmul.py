@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
-from pallas_kernels.activations import check_activation
-from pallas_kernels.formats import Int4Weight, Outliers, Quantized, Weight
+from pallas_kernels.activations import check_activation, clip_activations
+from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight
 
@@ -77,25 +77,49 @@ def _products(
     """x: [M, K] -> f32[M, N] for every weight."""
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, weight.shape[0])) for weight in weights)
-    if all(_outliers(weight) is None for weight in weights):
+    if all(_reads_all_alike(weight, activation) for weight in weights):
         return kernel(x, weights, activation=activation)
     return tuple(_product(x, weight, activation, kernel) for weight in weights)
 
 
 def _product(x: jax.Array, weight: Weight, activation: str, kernel: Kernel) -> jax.Array:
-    """One weight, its outliers apart: they must not set the scales of the groups they left."""
-    outliers = _outliers(weight)
+    """One weight that reads x in its own way, which the kernels need not know.
+
+    Outliers are multiplied apart: they must not set the scales of the groups they left.
+    """
+    outliers, order = _outliers(weight), _order(weight)
+    inner = x
+    if outliers is not None:
+        inner = inner.at[:, outliers.columns].set(0)
+        weight = dataclasses.replace(cast(Int4Weight, weight), outliers=None)
+    if order is not None:
+        inner = inner[:, order]
+        weight = dataclasses.replace(cast(Int4Weight | Int8Weight, weight), order=None)
+    if _clip(weight, activation) != 1:
+        weight = cast(Int4Weight, weight)
+        inner = clip_activations(inner, weight.group_size, weight.activation_clip)
+    (y,) = kernel(inner, (weight,), activation=activation)
     if outliers is None:
-        return kernel(x, (weight,), activation=activation)[0]
-    columns = outliers.columns
-    inner = (dataclasses.replace(cast(Int4Weight, weight), outliers=None),)
-    (y,) = kernel(x.at[:, columns].set(0), inner, activation=activation)
+        return y
     precision = "a16" if activation == "a16" else "a8"
-    return y + kernel(x[:, columns], (outliers.weight,), activation=precision)[0]
+    return y + kernel(x[:, outliers.columns], (outliers.weight,), activation=precision)[0]
+
+
+def _reads_all_alike(weight: Weight, activation: str) -> bool:
+    """Whether the weight reads x as it is."""
+    return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
 
 def _outliers(weight: Weight) -> Outliers | None:
     return weight.outliers if isinstance(weight, Int4Weight) else None
+
+
+def _order(weight: Weight) -> jax.Array | None:
+    return weight.order if isinstance(weight, Int4Weight | Int8Weight) else None
+
+
+def _clip(weight: Weight, activation: str) -> float:
+    return weight.activation_clip if isinstance(weight, Int4Weight) and activation == "a4" else 1.0
 
 
 def _gpu_matmul(x: jax.Array, weight: Quantized, activation: str) -> jax.Array:
@@ -104,11 +128,18 @@ def _gpu_matmul(x: jax.Array, weight: Quantized, activation: str) -> jax.Array:
     return (mosaic_gpu if hopper else triton_gpu).matmul(x, weight, activation)
 
 
+def _has_accelerator_kernel(weight: Weight) -> bool:
+    """Whether GPUs and TPUs have a kernel for it; the reference serves what they do not know."""
+    return isinstance(weight, Quantized) and not (
+        isinstance(weight, Int8Weight) and weight.zeros is not None
+    )
+
+
 def _by_platform(
     x: jax.Array, weights: tuple[Weight, ...], *, activation: str
 ) -> tuple[jax.Array, ...]:
     choices = {"cpu": cpu.matmul if cpu.available() else IMPLEMENTATIONS["reference"]}
-    if all(isinstance(weight, Quantized) for weight in weights):
+    if all(map(_has_accelerator_kernel, weights)):
         choices |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
     return lax.platform_dependent(
         x,

@@ -44,6 +44,8 @@ def _check_arrays(weight: Quantized, n: int, inputs: int, groups: int) -> None:
         _check_array("packed", weight.packed, (n, inputs // 2), ("uint8",))
     dtypes = ("uint8",) if isinstance(weight, Mxfp4Weight) else SCALE_DTYPES
     _check_array("scales", weight.scales, (n, groups), dtypes)
+    if isinstance(weight, Int8Weight) and weight.zeros is not None:
+        raise ValueError("weight of 8 bits must have no zeros here, got some")
     if isinstance(weight, Int4Weight):
         if weight.zeros is not None:
             _check_array("zeros", weight.zeros, (n, groups), ("int8",))
@@ -51,6 +53,10 @@ def _check_arrays(weight: Quantized, n: int, inputs: int, groups: int) -> None:
             raise ValueError(
                 "weight must have no outliers here, got some; pallas_kernels.matmul adds them"
             )
+    if not isinstance(weight, Mxfp4Weight) and weight.order is not None:
+        raise ValueError(
+            "weight must have no order here, got one; pallas_kernels.matmul reorders x"
+        )
 
 
 def _check_array(

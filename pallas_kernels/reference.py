@@ -7,15 +7,17 @@
 It is batch-invariant by construction: every product runs on tiles of ROW_TILE rows, so XLA
 compiles one shape, and with it one order of summation, however many rows there are. (Given M rows,
 XLA:CPU would choose another algorithm for M = 1 than for M = 2.) Integer sums need no such care:
-products of small integers are exact in float32 up to 2^24, in any order.
+they are exact.
 
-Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop. Without it XLA:CPU unpacks all
-layers before the first one runs, which takes the memory of a 32-bit model and several times as
-long.
+Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop: as many as stay in the cache until
+they are multiplied. Without the loop XLA:CPU would unpack all layers before the first one runs,
+which takes the memory of a 32-bit model. The two nibbles of a byte are multiplied apart, each plane
+with its own inputs of x, because putting them into one matrix costs more than the product.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,28 +28,31 @@ from jax import lax
 from pallas_kernels.activations import quantize_activations
 from pallas_kernels.formats import (
     PLANE,
-    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
     Quantized,
     Weight,
     dequantize,
+    e2m1_integers,
     group_scales,
-    integers,
+    nibbles,
     padded_inputs,
 )
 
 ROW_TILE = 8
-OUTPUT_CHUNK = 256
+OUTPUT_CHUNK = 64
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
-_CONTRACT_LAST_PER_CHUNK = (((2,), (2,)), ((1,), (1,)))
+_CONTRACT_LAST_PER_GROUP = (((2,), (2,)), ((1,), (1,)))
 
 
 def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
     """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N]. See the module's equations."""
     x = x.astype(jnp.float32)
+    if not isinstance(weight, Quantized):
+        return _over_output_chunks(lambda part: _dot(x, dequantize(part)), weight)
+    x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     if activation == "a16":
         return _over_output_chunks(lambda part: _float_matmul(x, part), weight)
-    assert isinstance(weight, Quantized)
-    x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     q, scales = quantize_activations(x, activation, weight.group_size)
     return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
 
@@ -95,9 +100,66 @@ def over_tiles(function: Callable, tiles: object) -> jax.Array:
     )
 
 
-def _float_matmul(x: jax.Array, weight: Weight) -> jax.Array:
-    """x: f32[M, K] -> f32[M, N]."""
-    values = dequantize(weight)
+@dataclasses.dataclass(frozen=True)
+class _Plane:
+    """The part of a weight that lies in one nibble of its bytes; of an `Int8Weight`, all of it.
+
+    integers: int8[N, G, inputs per group]; scales: f32[N, G]; zeros: int8[N, G] or None.
+    """
+
+    integers: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None
+
+
+def _planes(weight: Quantized) -> tuple[_Plane, ...]:
+    n = weight.shape[0]
+    if isinstance(weight, Int8Weight):
+        planes: tuple[jax.Array, ...] = (weight.integers,)
+    else:
+        planes = nibbles(weight.packed)
+    if isinstance(weight, Mxfp4Weight):
+        planes = tuple(map(e2m1_integers, planes))
+
+    def of_groups(values: jax.Array) -> tuple[jax.Array, ...]:
+        if weight.group_size is None:
+            return (values,) * len(planes)
+        return _divide(values, len(planes), PLANE // weight.group_size)
+
+    scales = of_groups(group_scales(weight))
+    zeros = None if isinstance(weight, Mxfp4Weight) else weight.zeros
+    return tuple(
+        _Plane(integers.reshape(n, part.shape[1], -1), part, zero)
+        for integers, part, zero in zip(
+            planes,
+            scales,
+            (None,) * len(planes) if zeros is None else of_groups(zeros),
+            strict=True,
+        )
+    )
+
+
+def _divide(values: jax.Array, planes: int, run: int) -> tuple[jax.Array, ...]:
+    """Deals runs of `run` values in the order of the inputs out to the planes. [R, I] -> [R, …]."""
+    runs = values.reshape(values.shape[0], -1, planes, run)
+    return tuple(runs[:, :, plane].reshape(values.shape[0], -1) for plane in range(planes))
+
+
+def _float_matmul(x: jax.Array, weight: Quantized) -> jax.Array:
+    """x: f32[M, padded K] -> f32[M, N]."""
+    planes = _planes(weight)
+    y = jnp.zeros((x.shape[0], weight.shape[0]))
+    for part, plane in zip(_divide(x, len(planes), PLANE), planes, strict=True):
+        values = plane.integers.astype(jnp.float32)
+        if plane.zeros is not None:
+            values -= plane.zeros.astype(jnp.float32)[:, :, None]
+        values *= plane.scales[:, :, None]
+        y += _dot(part, values.reshape(values.shape[0], -1))
+    return y
+
+
+def _dot(x: jax.Array, values: jax.Array) -> jax.Array:
+    """x: f32[M, K], values: f32[N, K] -> f32[M, N]."""
     return map_row_tiles(
         lambda tile: lax.dot_general(tile, values, _CONTRACT_LAST, precision="highest"), x
     )
@@ -105,26 +167,30 @@ def _float_matmul(x: jax.Array, weight: Weight) -> jax.Array:
 
 def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax.Array:
     """q: int8[M, padded K], q_scales: f32[M, groups] -> f32[M, N]."""
-    scales = group_scales(weight)
-    n, padded = scales.shape[0], q.shape[1]
-    chunk = min(weight.group_size or PLANE, PLANE)
-    chunks = q.astype(jnp.float32).reshape(-1, padded // chunk, chunk)
-    values = integers(weight).astype(jnp.float32).reshape(n, -1, chunk)
-    products = map_row_tiles(
-        lambda tile: jnp.moveaxis(
-            lax.dot_general(tile, values, _CONTRACT_LAST_PER_CHUNK, precision="highest"), 0, 1
-        ),
-        chunks,
-    )  # f32[M, chunks, N], integers of at most 128 · 128 · 128 < 2^24
-    sums = jnp.sum(chunks, axis=-1)
+    planes = _planes(weight)
+    sums = [
+        _group_sums(part, plane)
+        for part, plane in zip(_divide(q, len(planes), PLANE), planes, strict=True)
+    ]
     if weight.group_size is None:
-        products = jnp.sum(products.astype(jnp.int32), axis=1, keepdims=True)
-        sums = jnp.sum(sums.astype(jnp.int32), axis=1, keepdims=True)
-    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
-    y = jnp.zeros((q.shape[0], n), jnp.float32)
-    for group in range(products.shape[1]):  # unrolled: the order of the sum is part of the meaning
-        product = products[:, group]
-        if zeros is not None:
-            product -= sums[:, group, None] * zeros[:, group].astype(sums.dtype)
-        y += product.astype(jnp.float32) * (q_scales[:, group, None] * scales[:, group])
+        total = jnp.sum(jnp.stack(sums), axis=0)[0]
+        return total.astype(jnp.float32) * (q_scales * planes[0].scales.T)
+    parts = _divide(q_scales, len(planes), PLANE // weight.group_size)
+    y = jnp.zeros((q.shape[0], weight.shape[0]))
+    for group in range(sums[0].shape[0]):  # unrolled: the order of the sum is part of the meaning
+        for total, part, plane in zip(sums, parts, planes, strict=True):
+            scale = part[:, group, None] * plane.scales[:, group]
+            y += total[group].astype(jnp.float32) * scale
     return y
+
+
+def _group_sums(q: jax.Array, plane: _Plane) -> jax.Array:
+    """Σ q · (integer - zero) over every group. q: int8[M, inputs] -> i32[G, M, N]."""
+    groups = q.reshape(q.shape[0], *plane.integers.shape[1:])
+    sums = lax.dot_general(
+        groups, plane.integers, _CONTRACT_LAST_PER_GROUP, preferred_element_type=jnp.int32
+    )
+    if plane.zeros is None:
+        return sums
+    totals = jnp.sum(groups, axis=-1, dtype=jnp.int32).T  # [G, M]
+    return sums - totals[:, :, None] * plane.zeros.T.astype(jnp.int32)[:, None, :]

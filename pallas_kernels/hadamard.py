@@ -1,0 +1,190 @@
+"""Hadamard matrices, and the fast transform by them (QuaRot, section 3.1).
+
+A Hadamard matrix of order n has entries ±1 and H · Hᵀ = n · I, so H / √n is a rotation; it mixes
+every input into every output, which spreads outliers over all of them. Such a matrix can exist for
+n = 1, 2 and multiples of 4. Known here are
+
+    2^k                      Sylvester's: H₂ ⊗ H₂ ⊗ …
+    p + 1, 2 · (p + 1)       Paley's two constructions, p prime
+    4 · m                    Williamson's, for the m below that Paley's leave out
+
+and all products of these, since H_a ⊗ H_b is one of order a · b: every multiple of 4 below 188 but
+156, and the sizes of all supported models' layers. A number of heads may have none: it is rotated
+in equal blocks of the largest size that divides it and has one, such as 14 heads two by two.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import cpu
+
+# Per m, four symmetric sequences of ±1 with period m whose periodic autocorrelations add up to
+# zero: bit i is set where entries i + 1 and m - i - 1 are -1. Found by a computer search.
+WILLIAMSON = {
+    13: (0x18, 0x2C, 0x21, 0x2A),
+    23: (0x29F, 0x2F0, 0x31A, 0x48A),
+    25: (0xA6D, 0xF8A, 0x2C4, 0x8DC),
+    29: (0x24B5, 0x2C3D, 0x1730, 0x2047),
+    43: (0x1650FD, 0x1E450C, 0x4686B, 0x138265),
+}
+
+
+@partial(jax.jit, static_argnames="axis")
+def hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Rotates one axis by a Hadamard matrix: y = H · x / √n, in blocks where there is none for n.
+
+    Batch-invariant, and the same in every program: the additions are in an order fixed by n.
+
+    Args:
+      x: f32[…].
+      axis: which axis is rotated.
+
+    Returns:
+      f32[…], of the same norm along `axis`.
+    """
+    axis %= x.ndim
+    n, right = x.shape[axis], math.prod(x.shape[axis + 1 :])
+    size = rotation_size(n)
+    blocks = x.reshape(math.prod(x.shape[:axis]) * (n // size), size, right)
+    matrices = [
+        jnp.asarray(hadamard_matrix(order), jnp.float32) for order in dense_orders(size) or ()
+    ]
+    y = lax.platform_dependent(
+        blocks,
+        *matrices,
+        cpu=partial(cpu.hadamard if cpu.available() else reference, scale=size**-0.5),
+        default=partial(reference, scale=size**-0.5),
+    )
+    return y.reshape(x.shape)
+
+
+def reference(x: jax.Array, *matrices: jax.Array, scale: float) -> jax.Array:
+    """y = scale · (matrices ⊗ Sylvester's) · x in plain jnp: the definition, addition by addition.
+
+    Args:
+      x: f32[B, n, R], rotated over its middle axis.
+      matrices: f32[m, m] of ±1, the product of all m times a power of two is n.
+      scale: multiplies the sums.
+
+    Returns:
+      f32[B, n, R].
+    """
+    b, rest, right = x.shape
+    y = x
+    for matrix in matrices:
+        order = len(matrix)
+        rest //= order
+        y = _multiply(matrix, y.reshape(b, order, rest * right))
+        b *= order
+    return (_butterflies(y.reshape(b, rest, right)) * scale).reshape(x.shape)
+
+
+def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    """x: f32[L, m, R] by a matrix of ±1 over its middle axis, the inputs added one by one."""
+
+    def add(j: jax.Array, total: jax.Array) -> jax.Array:
+        column, inputs = (lax.dynamic_slice_in_dim(a, j, 1, axis=1) for a in (matrix, x))
+        return total + column * inputs  # fused or not, the product is exact
+
+    return lax.fori_loop(0, len(matrix), add, jnp.zeros_like(x))
+
+
+def _butterflies(x: jax.Array) -> jax.Array:
+    """x: f32[L, 2^k, R] by Sylvester's matrix over its middle axis: sums of pairs, k times."""
+
+    # Pairs are neighbours and results go to the two halves, so that every stage is the same. They
+    # run as a loop because XLA would otherwise fuse all of them and compute each sum many times.
+    def stage(_: jax.Array, x: jax.Array) -> jax.Array:
+        first, second = x[:, 0::2], x[:, 1::2]
+        return jnp.concatenate((first + second, first - second), axis=1)
+
+    stages = x.shape[1].bit_length() - 1
+    return lax.fori_loop(0, stages, stage, x) if stages else x
+
+
+@cache
+def rotation_size(n: int) -> int:
+    """The largest divisor of n for which a Hadamard matrix is known; n itself for most sizes."""
+    return next(d for d in range(n, 0, -1) if n % d == 0 and dense_orders(d) is not None)
+
+
+@cache
+def dense_orders(n: int) -> tuple[int, ...] | None:
+    """Orders, no powers of two, whose product with a power of two is n, with the smallest sum.
+
+    None where no Hadamard matrix of order n is known. Two itself counts as such an order: its
+    butterfly would be a loop of one iteration, which XLA takes apart and may then fuse with a
+    multiplication before it.
+    """
+    if n & (n - 1) == 0:
+        return (2,) if n == 2 else ()
+    found = [
+        (order, *rest)
+        for order in range(12, n + 1, 4)
+        if n % order == 0 and _is_built(order) and (rest := dense_orders(n // order)) is not None
+    ]
+    return min(found, key=sum, default=None)
+
+
+def _is_built(n: int) -> bool:
+    """Whether `hadamard_matrix` builds one of order n, a multiple of 4 and no power of two."""
+    return n & (n - 1) != 0 and (
+        _is_prime(n - 1) or (n % 8 == 4 and _is_prime(n // 2 - 1)) or n // 4 in WILLIAMSON
+    )
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
+
+
+@cache
+def hadamard_matrix(n: int) -> np.ndarray:
+    """A Hadamard matrix that is no product of smaller ones: int8[n, n], n = 2 or as listed above.
+
+    Raises ValueError where none is known.
+    """
+    if n == 2:
+        return np.array([[1, 1], [1, -1]], np.int8)
+    if n % 4 or not _is_built(n):
+        raise ValueError(f"n must be 2, or p + 1, 2 · (p + 1) or 4 · m as listed, got {n}")
+    if _is_prime(n - 1):  # Paley's first: p = 3 modulo 4
+        return np.eye(n, dtype=np.int8) + _residues(n - 1)
+    if n % 8 == 4 and _is_prime(n // 2 - 1):  # Paley's second: p = 1 modulo 4
+        residues = _residues(n // 2 - 1)
+        pairs = np.array([[1, 1], [1, -1]]), np.array([[1, -1], [-1, -1]])
+        return (np.kron(residues, pairs[0]) + np.kron(np.eye(n // 2), pairs[1])).astype(np.int8)
+    a, b, c, d = (_symmetric_circulant(n // 4, bits) for bits in WILLIAMSON[n // 4])
+    return np.block([[a, b, c, d], [-b, a, -d, c], [-c, d, a, -b], [-d, -c, b, a]])
+
+
+def _residues(p: int) -> np.ndarray:
+    """Jacobsthal's matrix (1, 0 or -1 as i - j is a square, zero or neither modulo p), bordered.
+
+    C · Cᵀ = p · I; C is symmetric where p = 1 modulo 4, else skew. int8[p + 1, p + 1].
+    """
+    character = np.full(p, -1, np.int8)
+    character[np.arange(p) ** 2 % p] = 1
+    character[0] = 0
+    index = np.arange(p)
+    bordered = np.ones((p + 1, p + 1), np.int8)
+    bordered[0, 0] = 0
+    bordered[1:, 0] = 1 if p % 4 == 1 else -1
+    bordered[1:, 1:] = character[index[:, None] - index]
+    return bordered
+
+
+def _symmetric_circulant(m: int, bits: int) -> np.ndarray:
+    """int8[m, m], its first row from `bits` (see WILLIAMSON)."""
+    row = np.ones(m, np.int8)
+    for i in range(m // 2):
+        if bits >> i & 1:
+            row[[i + 1, m - i - 1]] = -1
+    index = np.arange(m)
+    return row[index[:, None] - index]
