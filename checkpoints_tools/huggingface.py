@@ -1,34 +1,29 @@
 """The weights of a Hugging Face directory, one at a time.
 
 `open_checkpoint` reads configuration and headers only and reports everything that does not fit
-together; `Checkpoint.weights` then reads one tensor after the other, so that a model need not fit
-into memory. Left out on purpose: pickled weights (`pytorch_model.bin`) and weights that are
-quantized already.
+together; `Checkpoint.weights` then reads one weight after the other, so that a model need not fit
+into memory. Layers that are quantized already come as they are (`prequantized`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from checkpoints_tools.huggingface_config import read_config
+from checkpoints_tools.huggingface_config import read_config, read_quantization
+from checkpoints_tools.prequantized import MAIN_PARTS, Layout, LayoutOf, Part
+from checkpoints_tools.tensor_files import FLOATS, Tensor, equal, read_headers
+from pallas_kernels.formats import Quantized
 from specjax.config import ModelConfig
-from specjax.weight_names import HEAD, weight_shapes
+from specjax.weight_names import HEAD, is_block_matrix, weight_shapes
 
-__all__ = ["Checkpoint", "open_checkpoint", "read_config"]
+__all__ = ["Checkpoint", "open_checkpoint", "read_config", "their_name"]
 
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 HARMLESS = ".rotary_emb.inv_freq"  # a table that old versions saved; it is computed
-ROWS_AT_ONCE = 4096
 OUTER_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -50,17 +45,36 @@ LAYER_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor as its file's header describes it."""
+class PackedTensors:
+    """The tensors of a linear layer that is quantized already.
 
-    file: Path
-    dtype: str
+    module: Hugging Face's name of the layer.
+    shape: (N, K).
+    parts: by their names in the module.
+    """
+
+    module: str
     shape: tuple[int, ...]
+    layout: Layout
+    parts: Mapping[str, Tensor]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+    def weight(self) -> Quantized:
+        """The weight that they stand for.
+
+        Raises ValueError on scales that are not finite and on contradictions.
+        """
+        arrays = {part: tensor.read() for part, tensor in self.parts.items()}
+        n, k = self.shape
+        try:
+            return self.layout.weight(arrays, n, k)
+        except ValueError as error:
+            file = self.parts[self.layout.main_part].file
+            raise ValueError(f"{self.module} in {file}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +85,16 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | PackedTensors]
 
-    def weights(self) -> Iterator[tuple[str, jax.Array]]:
-        """Name and array of every tensor, in the file's dtype.
+    def weights(self) -> Iterator[tuple[str, jax.Array | Quantized]]:
+        """Name and weight of every tensor: an array in the file's dtype, or a quantized one.
 
-        Raises ValueError on values that are not finite.
+        Raises ValueError on values that are not finite, and on quantized weights that contradict
+        what is said of them.
         """
         for name, tensor in self.tensors.items():
-            yield name, _read(name, tensor.file)
+            yield name, tensor.weight()
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -93,8 +108,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
       FileNotFoundError: the directory, config.json or a shard is missing.
-      ValueError: an unsupported model, a damaged file, or a tensor that is missing, has another
-        shape than the configuration says or is not known.
+      ValueError: an unsupported model or quantization, a damaged file, or a tensor that is missing,
+        has another shape than the configuration says or is not known.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -103,19 +118,21 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise ValueError(
             f"{directory} is no checkpoint: it has neither config.json nor *.safetensors"
         )
-    config = read_config(directory)
-    found = _read_headers(_shard_files(directory))
-    _check_names(found, config, directory)
-    tensors = {ours: found[theirs] for ours, theirs in _names(config).items()}
-    _check_tensors(tensors, config)
+    config, layout_of = read_config(directory), read_quantization(directory)
+    found = read_headers(directory)
+    if _layout(HEAD, layout_of, found) is not None:  # a quantized head is never the embedding
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    expected = {
+        name: _expect(name, shape, layout_of, found)
+        for name, shape in weight_shapes(config).items()
+    }
+    _check_quantization(expected.values(), layout_of, found, directory)
+    _check_names(expected.values(), found, config, directory)
+    for weight in expected.values():
+        _check_tensors(weight, found)
     if config.tie_word_embeddings and HEAD in found:
         _check_tied(found, directory)
-    return Checkpoint(config, tensors)
-
-
-def _names(config: ModelConfig) -> dict[str, str]:
-    """Hugging Face's name for each of the library's."""
-    return {name: their_name(name) for name in weight_shapes(config)}
+    return Checkpoint(config, {name: _source(w, found) for name, w in expected.items()})
 
 
 def their_name(name: str) -> str:
@@ -126,49 +143,81 @@ def their_name(name: str) -> str:
     return ".".join(["model.layers", index, LAYER_NAMES[layer], *kind])
 
 
-def _shard_files(directory: Path) -> list[Path]:
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise FileNotFoundError(
-            f"{directory} has neither {single.name} nor {index.name}; "
-            "of Hugging Face's formats only safetensors is read"
+@dataclasses.dataclass(frozen=True)
+class _Expected:
+    """A weight and what its tensors must be.
+
+    module: Hugging Face's name of what has the weight. shape: of the weight.
+    layout: how it is quantized, None if it is not. parts: by Hugging Face's names.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+    parts: Mapping[str, Part]
+
+
+def _expect(
+    name: str, shape: tuple[int, ...], layout_of: LayoutOf | None, found: Mapping[str, Tensor]
+) -> _Expected:
+    layout, module = _layout(name, layout_of, found), their_name(name).rpartition(".")[0]
+    if layout is None:
+        return _Expected(module, shape, None, {their_name(name): Part(shape, FLOATS)})
+    n, k = shape
+    parts = {f"{module}.{part}": what for part, what in layout.parts(n, k).items()}
+    parts = {part: what for part, what in parts.items() if not what.optional or part in found}
+    return _Expected(module, shape, layout, parts)
+
+
+def _layout(name: str, layout_of: LayoutOf | None, found: Mapping[str, Tensor]) -> Layout | None:
+    """How a linear layer is quantized, None if it is not: its tensors tell."""
+    if layout_of is None or not (is_block_matrix(name) or name == HEAD):
+        return None
+    module = their_name(name).removesuffix(".weight")
+    layout = layout_of(module)
+    if layout is None or f"{module}.{layout.main_part}" not in found:
+        return None
+    return layout
+
+
+def _check_quantization(
+    expected: Collection[_Expected],
+    layout_of: LayoutOf | None,
+    found: Mapping[str, Tensor],
+    directory: Path,
+) -> None:
+    """quantization_config and the tensors must agree on what is quantized."""
+    plain = [w for w in expected if w.layout is None and f"{w.module}.weight" in w.parts]
+    packed = [f"{weight.module}.{part}" for weight in plain for part in MAIN_PARTS]
+    for name in packed:
+        if name in found:
+            raise ValueError(
+                f"config.json of {directory} has no quantization_config for the tensor {name}"
+            )
+    if layout_of is not None and all(weight.layout is None for weight in expected):
+        raise ValueError(
+            f"config.json of {directory} has a quantization_config, but no tensor is quantized"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no valid index of shards: {error}") from error
-    for name in names:
-        if not (directory / name).is_file():
-            raise FileNotFoundError(f"{index} names the shard {name}, which does not exist")
-    return [directory / name for name in names]
 
 
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or damaged: {error}") from error
-
-
-def _read_headers(files: Iterable[Path]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in files:
-        with _open(file) as shard:
-            for name in shard.keys():  # noqa: SIM118
-                header = shard.get_slice(name)
-                found[name] = Tensor(file, header.get_dtype(), tuple(header.get_shape()))
-    return found
-
-
-def _check_names(found: Mapping[str, Tensor], config: ModelConfig, directory: Path) -> None:
-    expected = set(_names(config).values())
-    missing = sorted(expected - set(found))
+def _check_names(
+    expected: Collection[_Expected],
+    found: Mapping[str, Tensor],
+    config: ModelConfig,
+    directory: Path,
+) -> None:
+    known = {part for weight in expected for part in weight.parts}
+    missing = sorted(known - set(found))
     if missing:
         raise ValueError(f"{directory} lacks {_listed(missing)}")
-    known = expected | ({HEAD} if config.tie_word_embeddings else set())
-    extra = sorted(name for name in set(found) - known if not name.endswith(HARMLESS))
+    known |= {HEAD} if config.tie_word_embeddings else set()
+    # AutoGPTQ gave every layer a bias, of zeros where the model has none.
+    biases = {f"{weight.module}.bias" for weight in expected if weight.layout is not None}
+    extra = sorted(
+        name
+        for name in set(found) - known
+        if not name.endswith(HARMLESS) and not (name in biases and not found[name].read().any())
+    )
     if extra:
         raise ValueError(
             f"{directory} has {_listed(extra)}, which a {config.model_type} model with this "
@@ -181,51 +230,34 @@ def _listed(names: list[str]) -> str:
     return f"the tensor {names[0]}{more}"
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
-    for name, shape in weight_shapes(config).items():
-        tensor = tensors[name]
-        if tensor.shape != shape:
+def _check_tensors(weight: _Expected, found: Mapping[str, Tensor]) -> None:
+    stored_as = "" if weight.layout is None else f" ({weight.layout.description})"
+    for name, part in weight.parts.items():
+        tensor = found[name]
+        if tensor.shape != part.shape:
             raise ValueError(
-                f"the tensor {their_name(name)} in {tensor.file} has shape {tensor.shape}, "
-                f"but config.json says {shape}"
+                f"the tensor {name} in {tensor.file} has shape {tensor.shape}, "
+                f"but config.json says {part.shape}{stored_as}"
             )
-        if tensor.dtype not in ITEM_BYTES:
+        if tensor.dtype not in part.dtypes:
             raise ValueError(
-                f"the tensor {their_name(name)} in {tensor.file} has dtype {tensor.dtype}; "
-                f"supported: {', '.join(ITEM_BYTES)}"
+                f"the tensor {name} in {tensor.file} has dtype {tensor.dtype}; "
+                f"supported: {', '.join(part.dtypes)}{stored_as}"
             )
 
 
 def _check_tied(found: Mapping[str, Tensor], directory: Path) -> None:
     """A tied model may repeat its embedding as lm_head.weight, but not have another head."""
-    pair = found[OUTER_NAMES["embedding"]], found[HEAD]
-    same = pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype
-    if not (same and _equal(*pair)):
+    if not equal(found[OUTER_NAMES["embedding"]], found[HEAD]):
         raise ValueError(
             f"config.json of {directory} says tie_word_embeddings, but {HEAD} differs from "
             f"{OUTER_NAMES['embedding']}; set tie_word_embeddings to false or remove the tensor"
         )
 
 
-def _equal(embedding: Tensor, head: Tensor) -> bool:
-    with _open(embedding.file) as one, _open(head.file) as other:
-        left, right = one.get_slice(OUTER_NAMES["embedding"]), other.get_slice(HEAD)
-        rows = embedding.shape[0]
-        starts = range(0, rows, ROWS_AT_ONCE)
-        parts = [slice(start, min(start + ROWS_AT_ONCE, rows)) for start in starts]
-        return all(np.array_equal(left[part], right[part]) for part in parts)
-
-
-def _read(name: str, file: Path) -> jax.Array:
-    # The file is opened for each tensor anew, because what has been read of a mapped file counts as
-    # this process's memory until it is closed.
-    with _open(file) as shard:
-        array = jnp.asarray(shard.get_tensor(their_name(name)))
-    if not _all_finite(array):
-        raise ValueError(f"the tensor {their_name(name)} in {file} holds NaN or infinity")
-    return array
-
-
-@jax.jit
-def _all_finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(array).all()
+def _source(weight: _Expected, found: Mapping[str, Tensor]) -> Tensor | PackedTensors:
+    if weight.layout is None:
+        (name,) = weight.parts
+        return found[name]
+    parts = {name.rpartition(".")[2]: found[name] for name in weight.parts}
+    return PackedTensors(weight.module, weight.shape, weight.layout, parts)

@@ -8,12 +8,15 @@ What the library cannot compute is refused here, before any weight is read.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoints_tools.prequantized import LayoutOf, read_layouts
 from specjax.config import ModelConfig, RopeScaling
 
 FAMILIES = {
@@ -26,6 +29,33 @@ DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
+ROPE_FIELDS = {  # of each kind of scaling
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+    ),
+}
+SAME_NAMES = (  # the fields that config.json and ModelConfig call alike
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 Fields = Mapping[str, Any]
 
@@ -46,17 +76,116 @@ def read_config(path: Path) -> ModelConfig:
       FileNotFoundError: there is no config.json.
       ValueError: it is no JSON, lacks a field, or asks for something that is not supported.
     """
+    fields = _read_fields(path)
+    generation = path / "generation_config.json"
+    with _naming(path / "config.json"):
+        return _config(fields, _read_json(generation) if generation.is_file() else {})
+
+
+def read_quantization(path: Path) -> LayoutOf | None:
+    """How the layers are stored that are quantized already, by config.json's quantization_config.
+
+    Args:
+      path: the model's directory.
+
+    Returns:
+      A function from the name of a layer to its layout; None for a model that is not quantized.
+
+    Raises:
+      FileNotFoundError: there is no config.json.
+      ValueError: it is no JSON, lacks a field, or asks for something that is not supported.
+    """
+    fields = _read_fields(path)
+    # compression_config is what compressed-tensors wrote at first.
+    quantization = fields.get("quantization_config") or fields.get("compression_config")
+    if not quantization:
+        return None
+    with _naming(path / "config.json"):
+        return read_layouts(quantization)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that `read_config` reads as `config`, without a quantization_config.
+
+    Its style is the one that old and new versions of transformers read.
+
+    Raises ValueError on a model that no config.json of its family describes.
+    """
+    family, scaling = config.model_type, config.rope_scaling
+    fields = {
+        "architectures": [name for name, each in FAMILIES.items() if each == family],
+        "model_type": family,
+        "hidden_act": "silu",
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "torch_dtype": config.dtype,
+        "eos_token_id": list(config.stop_tokens) or None,
+        "pad_token_id": config.pad_id,
+        "bos_token_id": config.bos_id,
+        "rope_scaling": None if scaling is None else _rope_fields(scaling),
+        **{name: getattr(config, name) for name in SAME_NAMES},
+    }
+    if family in ("llama", "qwen3"):
+        fields["attention_bias"] = config.qkv_bias
+    if family == "llama":
+        fields["mlp_bias"] = config.mlp_bias
+    fields |= _sliding_fields(config)
+    read_back = _config(fields, {})
+    different = [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(read_back, field.name)
+    ]
+    if different:
+        raise ValueError(
+            f"a {family} model with {different[0]} {getattr(config, different[0])!r} "
+            "cannot be described by Hugging Face's config.json"
+        )
+    return fields
+
+
+def _rope_fields(scaling: RopeScaling) -> dict[str, Any]:
+    """The inverse of `_rope_scaling`."""
+    values = {name: getattr(scaling, name) for name in ROPE_FIELDS[scaling.kind]}
+    values = {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": scaling.kind, **values}
+
+
+def _sliding_fields(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `_sliding`."""
+    if config.model_type == "mistral":
+        return {"sliding_window": config.sliding_window}
+    if config.model_type == "llama" or config.sliding_window is None:
+        return {}
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": kinds.count("full_attention"),
+        "layer_types": kinds,
+    }
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Puts the file's name before what is wrong with its fields."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{file}: the field {error} is missing") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: a field has a value of the wrong type: {error}") from error
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json")
-    fields = _read_json(file)
-    generation = path / "generation_config.json"
-    try:
-        return _config(fields, _read_json(generation) if generation.is_file() else {})
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: a field has a value of the wrong type: {error}") from error
+    return _read_json(file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -129,12 +258,6 @@ def _family(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        method = fields["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(
-            f"quantization_config: the weights are quantized already (method {method!r}); "
-            "accepted are weights in bfloat16, float16 or float32"
-        )
     if fields.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {fields['hidden_act']!r} is not supported; supported: silu")
 

@@ -1,7 +1,8 @@
 """`load` and `load_tokenizer`: one door to every place a model can come from.
 
 A source is the name of a model that ships with the library, a directory made by `convert`, or a
-Hugging Face directory, which is read as it is. A name goes before a directory of the same name.
+Hugging Face directory, which is read as it is; its layers may be quantized already
+(`checkpoints_tools.prequantized`). A name goes before a directory of the same name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> Params:
     Args:
       source: "tiny" (4-bit) or "tiny-16bit", a directory made by `convert`, or a Hugging Face one.
       dtype: of a Hugging Face model's weights and activations, "bfloat16" or "float32"; None for
-        what its config.json says (bfloat16 for a model in float16). Other sources fix it.
+        what its config.json says (bfloat16 for a model in float16). Other sources fix it, and
+        quantized weights stay as they are.
 
     Returns:
       The model.

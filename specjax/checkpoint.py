@@ -32,6 +32,7 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Outliers,
+    Weight,
 )
 from specjax.atomic_directory import recover, replacing
 from specjax.config import ModelConfig
@@ -47,7 +48,7 @@ FORMATS = {
     "int8": Int8Weight,
     "outliers": Outliers,
 }
-OPTIONAL = ("zeros", "outliers")  # parts that a weight may lack
+OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -80,15 +81,15 @@ def save(
     """
     target = Path(path)
     check_target(target)
-    with _one_sentence_if_full(target), replacing(target) as directory:
-        _check_room(directory, target, params.nbytes)
-        arrays, formats = _describe(params)
+    with one_sentence_if_full(target), replacing(target) as directory:
+        check_room(directory, target, params.nbytes)
+        arrays, formats = take_apart(named_weights(params))
         with _checkpointer() as checkpointer:
             checkpointer.save(directory / "weights", args=ocp.args.StandardSave(arrays))
         # It names the temporary directory, a path of the machine that nobody else should see.
         (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
         if tokenizer_dir is not None:
-            _copy_tokenizer(Path(tokenizer_dir), directory)
+            copy_tokenizer(Path(tokenizer_dir), directory)
         description = {
             VERSION_FIELD: FORMAT_VERSION,
             "model": params.config.to_dict(),
@@ -121,7 +122,9 @@ def load(path: str | os.PathLike[str]) -> Params:
         raise ValueError(f"config.json of {path} is damaged: {error}") from error
     try:
         arrays = _restore_arrays(directory / "weights")
-        weights = {name: _weight(name, formats.get(name), arrays) for name in weight_shapes(config)}
+        weights = {
+            name: put_together(name, formats.get(name), arrays) for name in weight_shapes(config)
+        }
     except Exception as error:  # Orbax raises Exception itself where a file is damaged
         reason = str(error).partition("\n")[0].partition(". ")[0]  # its first sentence
         raise ValueError(f"the weights of {path} cannot be read: {reason}") from error
@@ -169,19 +172,21 @@ def _checkpointer() -> ocp.Checkpointer:
     return ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
 
-def _describe(params: Params) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
+def take_apart(
+    weights: Mapping[str, Weight],
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
     """All arrays by name, and the static fields of every weight that is not an array itself."""
     arrays: dict[str, jax.Array] = {}
     formats = {}
-    for name, weight in named_weights(params).items():
+    for name, weight in weights.items():
         if isinstance(weight, jax.Array):
             arrays[name] = weight
         else:
-            formats[name] = _take_apart(name, weight, arrays)
+            formats[name] = _part(name, weight, arrays)
     return arrays, formats
 
 
-def _take_apart(name: str, weight: Any, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+def _part(name: str, weight: Any, arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Puts the arrays of a weight, or of a part of one, among `arrays`; returns the rest."""
     kind = next(key for key, cls in FORMATS.items() if isinstance(weight, cls))
     static = {field: getattr(weight, field) for field in _fields(type(weight), static=True)}
@@ -191,22 +196,24 @@ def _take_apart(name: str, weight: Any, arrays: dict[str, jax.Array]) -> dict[st
         if isinstance(value, jax.Array):
             arrays[f"{name}.{field}"] = value
         elif value is not None:
-            description[field] = _take_apart(f"{name}.{field}", value, arrays)
+            description[field] = _part(f"{name}.{field}", value, arrays)
     return description
 
 
-def _weight(
+def put_together(
     name: str, description: Mapping[str, Any] | None, arrays: Mapping[str, jax.Array]
 ) -> Any:
-    """The inverse of `_describe` for one weight, or a part of one; None for a part that is not."""
+    """The inverse of `take_apart` for one weight, or a part of one."""
     if description is None:
         return arrays[name]
     format_class = FORMATS[description["format"]]
-    values = {field: description[field] for field in _fields(format_class, static=True)}
+    # A static field that an older version did not know has its default.
+    static = _fields(format_class, static=True)
+    values = {field: description[field] for field in static if field in description}
     for field in _fields(format_class, static=False):
         inner = description.get(field)
         if inner is not None or f"{name}.{field}" in arrays or field not in OPTIONAL:
-            values[field] = _weight(f"{name}.{field}", inner, arrays)
+            values[field] = put_together(f"{name}.{field}", inner, arrays)
     return format_class(**values)
 
 
@@ -229,14 +236,18 @@ def _restore_arrays(path: Path) -> dict[str, jax.Array]:
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies the files of a tokenizer that are in the directory `source`."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
-def _check_room(directory: Path, target: Path, nbytes: int) -> None:
-    """Asks before writing, because Orbax's threads report a full disk on pages of stderr."""
+def check_room(directory: Path, target: Path, nbytes: int) -> None:
+    """Raises OSError if `directory` has no room for the bytes of `target`.
+
+    One asks before writing, because Orbax's threads report a full disk on pages of stderr.
+    """
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         needed = f"up to {nbytes / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free"
@@ -244,8 +255,8 @@ def _check_room(directory: Path, target: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _one_sentence_if_full(target: Path) -> Iterator[None]:
-    """Turns every way in which Orbax reports a full disk into one OSError with ENOSPC."""
+def one_sentence_if_full(target: Path) -> Iterator[None]:
+    """Turns every way in which a full disk is reported into one OSError with ENOSPC."""
     try:
         yield
     except Exception as error:

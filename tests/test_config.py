@@ -194,11 +194,6 @@ def test_dtype(tmp_path: Path) -> None:
             "dtype 'float8' is not supported; supported: bfloat16, float16, float32",
         ),
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config: the weights are quantized already (method 'awq'); accepted are "
-            "weights in bfloat16, float16 or float32",
-        ),
-        (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_type 'dynamic' is not supported; supported: default, linear, llama3, yarn",
         ),

@@ -1,0 +1,57 @@
+"""Weights that are quantized already, in the formats in which they are published.
+
+A `Layout` knows how one linear layer is stored: which tensors it has, and the weight they stand
+for. Integers, zeros and scales come to the library as they are; nothing is quantized again.
+
+| quant_method | read |
+| --- | --- |
+| `awq` | version `gemm`, 4 bits |
+| `gptq` | formats `gptq` (v1) and `gptq_v2`, 4 and 8 bits, any order of the groups (act-order) |
+| `compressed-tensors` | `pack-quantized` with 4 and 8 bits, `mxfp4-pack-quantized` |
+| `mxfp4` | blocks and scales |
+
+Left out on purpose: formats that a single kernel's layout has shaped (Marlin, ExLlama, `gemv`), and
+the configuration's lists of layers that were left alone, except where they say how a layer is
+stored: the tensors themselves tell which layers are quantized, and those lists are often wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from checkpoints_tools.prequantized import awq, compressed_tensors, gptq, mxfp4
+from checkpoints_tools.prequantized.layout import Layout, Part
+
+__all__ = ["MAIN_PARTS", "Layout", "LayoutOf", "Part", "read_layouts"]
+
+LayoutOf = Callable[[str], Layout | None]  # of a module by its name, such as "lm_head"
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], LayoutOf]] = {
+    "awq": awq.read_layouts,
+    "gptq": gptq.read_layouts,
+    "compressed-tensors": compressed_tensors.read_layouts,
+    "mxfp4": mxfp4.read_layouts,
+}
+MAIN_PARTS = ("qweight", "weight_packed", "weight_blocks")  # a module that has one is quantized
+
+
+def read_layouts(fields: Mapping[str, Any]) -> LayoutOf:
+    """How the layers of a model are stored, by the `quantization_config` of its config.json.
+
+    Args:
+      fields: the quantization_config.
+
+    Returns:
+      A function from a module's name to its layout, None for a module that is not quantized.
+
+    Raises:
+      ValueError: a method, version or option that is not supported.
+    """
+    method = fields.get("quant_method")
+    if method not in METHODS:
+        raise ValueError(
+            f"quantization_config: quant_method {method!r} is not supported; "
+            f"supported: {', '.join(METHODS)}"
+        )
+    return METHODS[method](fields)

@@ -1,0 +1,144 @@
+"""Checkpoints of the package compressed-tensors: a layout for every group of layers.
+
+`pack-quantized`:
+
+    weight_packed      i32[N, K · bits / 32]        consecutive inputs, the first lowest
+    weight_scale       bf16, f16 or f32[N, groups]
+    weight_zero_point  i32[N · bits / 32, groups]   of asymmetric weights: consecutive outputs
+    weight_shape       i64[2]                       (N, K)
+    weight_g_idx       i32[K]                       of old versions with actorder "group"
+
+Integers are signed; 2^(bits - 1) was added to them and to the zeros before they were packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from checkpoints_tools.prequantized.layout import (
+    BITS,
+    INTEGERS,
+    Layout,
+    Part,
+    build,
+    check_option,
+    column_order,
+    describe,
+    groups,
+    read_group_size,
+    signed,
+    unpack_integers,
+    words,
+)
+from checkpoints_tools.prequantized.mxfp4 import COMPRESSED_TENSORS as MXFP4
+from checkpoints_tools.tensor_files import FLOATS
+from pallas_kernels.formats import Quantized
+
+FORMATS = {"pack-quantized": "int", "mxfp4-pack-quantized": "float"}  # and their weights' type
+STRATEGIES = ("group", "channel")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayout:
+    """group_size: inputs per scale, None for one scale per output."""
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    main_part: str = "weight_packed"
+
+    @property
+    def description(self) -> str:
+        return describe("compressed-tensors pack-quantized", self.bits, self.group_size)
+
+    def parts(self, n: int, k: int) -> Mapping[str, Part]:
+        count = groups(k, self.group_size)
+        parts = {
+            "weight_packed": Part((n, words(k, self.bits)), INTEGERS),
+            "weight_scale": Part((n, count), FLOATS),
+            "weight_shape": Part((2,), ("I64", "I32")),
+            "weight_g_idx": Part((k,), INTEGERS, optional=True),
+        }
+        if not self.symmetric:
+            parts["weight_zero_point"] = Part((words(n, self.bits), count), INTEGERS)
+        return parts
+
+    def weight(self, parts: Mapping[str, np.ndarray], n: int, k: int) -> Quantized:
+        if tuple(parts["weight_shape"]) != (n, k):
+            raise ValueError(
+                f"weight_shape is {tuple(parts['weight_shape'].tolist())}, "
+                f"but config.json says {(n, k)}"
+            )
+        zeros, group_of_input = parts.get("weight_zero_point"), parts.get("weight_g_idx")
+        return build(
+            self.bits,
+            self._integers(parts["weight_packed"], k),
+            parts["weight_scale"],
+            self.group_size,
+            None if zeros is None else self._integers(zeros.T, n).T,
+            None if group_of_input is None else column_order(group_of_input, self.group_size),
+        )
+
+    def _integers(self, packed: np.ndarray, count: int) -> np.ndarray:
+        return signed(unpack_integers(packed, self.bits, count), self.bits)
+
+
+def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
+    """The layout of every layer. Raises ValueError on an option that is not supported."""
+    for name in ("kv_cache_scheme", "transform_config"):
+        if fields.get(name):
+            raise ValueError(f"quantization_config: {name} is not supported")
+    sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
+    check_option("sparsity_config.format", sparsity, ("dense",))
+    schemes = [
+        (_matcher(scheme["targets"]), _layout(scheme, fields.get("format")))
+        for scheme in fields.get("config_groups", {}).values()
+    ]
+    is_ignored = _matcher(fields.get("ignore") or [])
+
+    def layout_of(module: str) -> Layout | None:
+        if is_ignored(module):
+            return None
+        return next((layout for is_meant, layout in schemes if is_meant(module)), None)
+
+    return layout_of
+
+
+def _layout(scheme: Mapping[str, Any], default_format: str | None) -> Layout:
+    weights = scheme["weights"]
+    name: Any = scheme.get("format") or default_format
+    check_option("format", name, tuple(FORMATS))
+    check_option("weights.type", weights.get("type", "int"), (FORMATS[name],))
+    if name == "mxfp4-pack-quantized":
+        return MXFP4
+    check_option("weights.num_bits", weights.get("num_bits"), BITS)
+    check_option("weights.strategy", weights.get("strategy"), STRATEGIES)
+    per_output = weights["strategy"] == "channel"
+    group_size = None if per_output else read_group_size(weights.get("group_size"))
+    return PackedLayout(weights["num_bits"], group_size, bool(weights.get("symmetric", True)))
+
+
+def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a linear layer is meant: by its class, by its name or by a regular expression."""
+    names = {pattern for pattern in patterns if not pattern.startswith("re:")}
+    expressions = [_compile(pattern) for pattern in patterns if pattern.startswith("re:")]
+
+    def is_meant(module: str) -> bool:
+        by_name = "Linear" in names or module in names
+        return by_name or any(expression.match(module) for expression in expressions)
+
+    return is_meant
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern.removeprefix("re:"))
+    except re.error as error:
+        raise ValueError(
+            f"quantization_config: {pattern!r} is no regular expression: {error}"
+        ) from error

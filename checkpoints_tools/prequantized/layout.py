@@ -1,0 +1,174 @@
+"""What every layout of quantized tensors has, and the packing that all of them share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.formats import (
+    GROUP_SIZES,
+    Int4Weight,
+    Int8Weight,
+    Quantized,
+    int4_from_integers,
+    int8_from_integers,
+)
+
+INTEGERS = ("I32",)  # as safetensors names dtypes
+BITS = (4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor of a stored weight: the shape and the dtypes that its header may say."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+class Layout(Protocol):
+    """How one linear layer is stored.
+
+    description: for messages, such as "gptq, 4 bits, groups of 128".
+    main_part: the tensor by which a quantized module is known.
+    """
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def main_part(self) -> str: ...
+
+    def parts(self, n: int, k: int) -> Mapping[str, Part]:
+        """The tensors of a layer with N outputs and K inputs, by their names in the module."""
+        ...
+
+    def weight(self, parts: Mapping[str, np.ndarray], n: int, k: int) -> Quantized:
+        """The weight (N, K) that the tensors stand for. Raises ValueError on contradictions."""
+        ...
+
+
+def check_option(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    """Raises ValueError unless an option of quantization_config has an accepted value."""
+    if value not in accepted:
+        raise ValueError(
+            f"quantization_config: {name} {value!r} is not supported; "
+            f"supported: {', '.join(map(str, accepted))}"
+        )
+
+
+def read_group_size(value: Any) -> int | None:
+    """Inputs per scale; -1 stands for one scale per output. Raises ValueError on other sizes."""
+    check_option("group_size", value, (-1, *filter(None, GROUP_SIZES)))
+    return None if value == -1 else value
+
+
+def describe(method: str, bits: int, group_size: int | None) -> str:
+    """A layout in words."""
+    scales = "one scale per output" if group_size is None else f"groups of {group_size}"
+    return f"{method}, {bits} bits, {scales}"
+
+
+def groups(k: int, group_size: int | None) -> int:
+    """Groups of K inputs, of which the last may be shorter."""
+    return -(-k // (group_size or k))
+
+
+def words(count: int, bits: int) -> int:
+    """32-bit words that hold `count` integers."""
+    return -(-count * bits // 32)
+
+
+def unpack_integers(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The unsigned integers in bytes or words, the lowest bits first. [..., W] -> u8[..., count].
+
+    bits: 4 or 8.
+    """
+    integers = np.ascontiguousarray(packed).view(np.uint8)  # little-endian, as safetensors
+    if bits == 4:
+        pairs = np.stack((integers & 0xF, integers >> 4), axis=-1)
+        integers = pairs.reshape(*packed.shape[:-1], -1)
+    return integers[..., :count]
+
+
+def pack_integers(integers: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `unpack_integers`, in words. u8[..., count] -> i32[..., words]."""
+    count = integers.shape[-1]
+    padding = words(count, bits) * 32 // bits - count
+    padded = np.pad(integers, ((0, 0),) * (integers.ndim - 1) + ((0, padding),))
+    if bits == 4:
+        padded = padded[..., ::2] | padded[..., 1::2] << 4
+    return np.ascontiguousarray(padded).view(np.int32)
+
+
+def signed(integers: np.ndarray, bits: int) -> np.ndarray:
+    """u - 2^(bits - 1), modulo 2^8: what unsigned integers are in the library. u8 -> i8."""
+    return (integers - np.uint8(1 << bits - 1)).view(np.int8)
+
+
+def unsigned(integers: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `signed`. i8 -> u8."""
+    return integers.view(np.uint8) + np.uint8(1 << bits - 1)
+
+
+def column_order(group_of_input: np.ndarray, group_size: int | None) -> np.ndarray | None:
+    """The order of the columns in which the groups are consecutive, None if they are so already.
+
+    Args:
+      group_of_input: i32[K], the group of every input (`g_idx`).
+      group_size: inputs per group, None for a single group.
+
+    Returns:
+      i32[K] or None.
+
+    Raises:
+      ValueError: a group has more or fewer inputs than `group_size`.
+    """
+    k = len(group_of_input)
+    consecutive = np.arange(k) // (group_size or k)
+    if np.array_equal(group_of_input, consecutive):
+        return None
+    order = np.argsort(group_of_input, kind="stable").astype(np.int32)
+    if not np.array_equal(group_of_input[order], consecutive):
+        raise ValueError(
+            f"g_idx must deal {k} inputs out to groups of {group_size or k}, and it does not"
+        )
+    return order
+
+
+def build(
+    bits: int,
+    q: np.ndarray,
+    scales: np.ndarray,
+    group_size: int | None,
+    zeros: np.ndarray | None = None,
+    order: np.ndarray | None = None,
+) -> Int4Weight | Int8Weight:
+    """The weight of q: i8[N, K], its columns in the model's order.
+
+    scales: bf16, f16 or f32[N, groups]; zeros: i8[N, groups]; order: as `column_order` has it.
+    """
+    if order is not None:
+        q = q[:, order]
+    arrays = (None if a is None else jnp.asarray(a) for a in (q, scales, zeros, order))
+    return _build(bits, group_size, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _build(
+    bits: int,
+    group_size: int | None,
+    q: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    order: jax.Array | None,
+) -> Int4Weight | Int8Weight:
+    from_integers = int4_from_integers if bits == 4 else int8_from_integers
+    return from_integers(q, scales, group_size, zeros, order)
