@@ -11,16 +11,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import psutil
 from tqdm import tqdm
 
 from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
-from checkpoints_tools.quantize import check_options, quantize_each, quantized_config
-from pallas_kernels.formats import Weight, plain_weight
+from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
+from checkpoints_tools.quantize.recipe import Recipe
+from pallas_kernels.formats import Weight
 from specjax import checkpoint
 from specjax.config import ModelConfig
-from specjax.params import Params
+from specjax.params import Params, held
 from specjax.weight_names import params_from_weights
 
 
@@ -41,8 +41,9 @@ def convert(
     Args:
       source: a directory with config.json and safetensors.
       out: the directory to make, or a specjax checkpoint to replace.
-      quantization: None to keep the weights as they are, or "rtn". Weights are quantized from the
-        precision in which `source` has them.
+      quantization: None to keep the weights as they are, or a method of `specjax.quantize` that
+        needs no calibration, such as "rtn". Weights are quantized from the precision in which
+        `source` has them.
       group_size: inputs per scale: 32, 64, 128 or None (one scale per output).
       lm_head: quantize the output projection too.
       dtype: of what is not quantized and of the activations, "bfloat16" or "float32"; None for what
@@ -56,22 +57,24 @@ def convert(
       OSError: `out` cannot be written, for instance because the disk is full.
     """
     checkpoint.check_target(out)
-    if quantization is not None:
-        check_options(quantization, group_size)
-    elif lm_head:
+    recipe = None if quantization is None else Recipe(quantization, group_size)
+    if recipe is not None and recipe.needs_calibration:
+        raise ValueError(
+            f"quantization {quantization!r} needs calibration text: use specjax quantize"
+        )
+    if recipe is None and lm_head:
         raise ValueError("lm_head=True needs a quantization, got None")
     original = open_checkpoint(source)
     weights: Iterator[tuple[str, Weight]] = (
         _with_progress(original) if progress else original.weights()
     )
     config = original.config
-    if quantization is not None:
-        weights = quantize_each(
-            weights, config, method=quantization, group_size=group_size, lm_head=lm_head
-        )
-        config = quantized_config(config, lm_head)
-    params = collect(weights, config, dtype)
-    checkpoint.save(params, out, tokenizer_dir=Path(source))
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    if recipe is not None:
+        weights = quantize_layers(weights, config, recipe, lm_head=lm_head)
+        config = quantized_config(config, recipe, lm_head)
+    checkpoint.save(collect(weights, config, dtype), out, tokenizer_dir=Path(source))
 
 
 def collect(
@@ -92,18 +95,10 @@ def collect(
     """
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    return params_from_weights(config, {name: _held(w, config.dtype) for name, w in weights})
+    return params_from_weights(config, {name: held(w, config.dtype) for name, w in weights})
 
 
-def _held(weight: Weight, dtype: str) -> Weight:
-    """A weight as the model holds it: norms and biases as arrays, matrices as kernels read them."""
-    if not isinstance(weight, jax.Array):
-        return weight
-    rounded = weight.astype(dtype)
-    return plain_weight(rounded) if rounded.ndim == 2 else rounded
-
-
-def _with_progress(original: Checkpoint) -> Iterator[tuple[str, jax.Array]]:
+def _with_progress(original: Checkpoint) -> Iterator[tuple[str, Weight]]:
     process = psutil.Process()
     read = 0
     with tqdm(total=len(original.tensors), unit="tensor") as bar:

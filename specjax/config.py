@@ -59,8 +59,10 @@ class ModelConfig:
 
     `num_heads` need not equal `hidden_size / head_dim`. `sliding_window` counts the visible
     positions, the token's own among them; it holds for the layers in `sliding_layers`, or for every
-    layer where that is None. `stop_tokens`, `pad_id` and `bos_id` are the tokenizer's facts
-    that decoding needs.
+    layer where that is None. `hadamard`: the inputs of `o` are rotated across heads and those of
+    `down` as a whole before they are multiplied, and queries and keys where the cache is quantized
+    (QuaRot; `checkpoints_tools.quantize.quarot` makes the weights that expect it). `stop_tokens`,
+    `pad_id` and `bos_id` are the tokenizer's facts that decoding needs.
     """
 
     vocab_size: int
@@ -82,6 +84,7 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] | None = None
+    hadamard: bool = False
     stop_tokens: tuple[int, ...] = ()
     pad_id: int = 0
     bos_id: int | None = None

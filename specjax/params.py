@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_kernels.formats import Bfloat16Weight, Weight
+from pallas_kernels.formats import Bfloat16Weight, Weight, plain_weight
 from specjax.config import ModelConfig
 
 
@@ -74,6 +74,15 @@ class Params:
         for layer in self.layers:
             for name in LINEARS:
                 yield getattr(layer, name)
+
+
+def held(weight: Weight, dtype: str) -> Weight:
+    """A weight as a model of this dtype holds it: plain arrays rounded, matrices in the form that
+    kernels read; other formats as they are."""
+    if not isinstance(weight, jax.Array):
+        return weight
+    rounded = weight.astype(dtype)
+    return plain_weight(rounded) if rounded.ndim == 2 else rounded
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

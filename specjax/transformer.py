@@ -10,6 +10,7 @@ rounded to `config.dtype` (`pallas_kernels.rounding`).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 
 from pallas_kernels.attention import attention
 from pallas_kernels.formats import Quantized, take_rows
+from pallas_kernels.hadamard import hadamard
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rounding import round_to
@@ -57,14 +59,40 @@ def forward(
     rope = rope_angles(config, positions)
     x = take_rows(params.embedding, tokens)
     for index in range(config.num_layers) if layers is None else layers:
-        layer = params.layers[index]
-        mixed, cache = _attention_block(
-            layer, x, index, rope, positions, cache, mask, activation, config
+        x, cache, _ = block(
+            params.layers[index], x, index, rope, positions, cache, mask, activation, config
         )
-        x = _add(x, mixed)
-        x = _add(x, _mlp_block(layer, x, activation, config))
     x = norm(x, params.final_norm, config, x.dtype)
     return linear(x, params.head, head_activation(params, activation)), cache
+
+
+class LinearInputs(NamedTuple):
+    """What the linear layers of a block read: [B, T, K] each. Calibration looks at it."""
+
+    qkv: jax.Array
+    o: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+
+
+def block(
+    layer: Layer,
+    x: jax.Array,
+    index: int,
+    rope: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: KVCache,
+    mask: jax.Array | None,
+    activation: str,
+    config: ModelConfig,
+) -> tuple[jax.Array, KVCache, LinearInputs]:
+    """One layer of `forward`, number `index`, with the residual stream x: [B, T, D] around it."""
+    attended, cache, qkv, o = _attention_block(
+        layer, x, index, rope, positions, cache, mask, activation, config
+    )
+    x = _add(x, attended)
+    hidden, gate_up, down = _mlp_block(layer, x, activation, config)
+    return _add(x, hidden), cache, LinearInputs(qkv, o, gate_up, down)
 
 
 def linear(x: jax.Array, layer: Linear, activation: str) -> jax.Array:
@@ -106,8 +134,8 @@ def _attention_block(
     mask: jax.Array | None,
     activation: str,
     config: ModelConfig,
-) -> tuple[jax.Array, KVCache]:
-    """x: [B, T, D] -> f32[B, T, D], and the cache with this layer's new entries."""
+) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
+    """x: [B, T, D] -> f32[B, T, D], the cache with the new entries, and what q and o read."""
     b, t, _ = x.shape
     normed = norm(x, layer.attention_norm, config, x.dtype)
 
@@ -118,23 +146,32 @@ def _attention_block(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = norm(q, layer.q_norm, config, jnp.float32)
         k = norm(k, layer.k_norm, config, jnp.float32)
-    q = round_to(rotate(q, *rope), x.dtype)
-    k = round_to(rotate(k, *rope), x.dtype)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    if config.hadamard and cache.quantized:
+        q, k = hadamard(q), hadamard(k)  # their product stays; keys lose less when rounded
+    q, k = round_to(q, x.dtype), round_to(k, x.dtype)
     cache = cache.write(index, k, round_to(v, x.dtype))
     mixed = attention(
         q, cache.keys[index], cache.values[index], cache.lengths, positions, mask,
         window=config.window(index), head_scale=config.head_dim**-0.5,
     )  # fmt: skip
+    if config.hadamard:
+        mixed = hadamard(mixed, axis=-2)
     mixed = round_to(mixed.reshape(b, t, -1), x.dtype)
-    return linear(mixed, layer.o, activation), cache
+    return linear(mixed, layer.o, activation), cache, normed, mixed
 
 
-def _mlp_block(layer: Layer, x: jax.Array, activation: str, config: ModelConfig) -> jax.Array:
-    """SwiGLU. x: [B, T, D] -> f32[B, T, D]."""
+def _mlp_block(
+    layer: Layer, x: jax.Array, activation: str, config: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """SwiGLU. x: [B, T, D] -> f32[B, T, D], and what gate and down read."""
     normed = norm(x, layer.mlp_norm, config, x.dtype)
     gate, up = linears(normed, (layer.gate, layer.up), activation)
-    hidden = round_to(jax.nn.silu(gate) * up, x.dtype)
-    return linear(hidden, layer.down, activation)
+    hidden = jax.nn.silu(gate) * up
+    if config.hadamard:
+        hidden = hadamard(hidden)
+    hidden = round_to(hidden, x.dtype)
+    return linear(hidden, layer.down, activation), normed, hidden
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pallas_kernels.formats import Weight
@@ -83,19 +83,33 @@ def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> P
     found: dict[str, Any] = dict(weights)  # a name decides whether only an array will do
     return Params(
         embedding=found["embedding"],
-        layers=tuple(_layer(found, f"layers.{index}") for index in range(config.num_layers)),
+        layers=tuple(layer_from_weights(found, index) for index in range(config.num_layers)),
         final_norm=found["final_norm"],
         lm_head=None if config.tie_word_embeddings else _linear(found, "lm_head"),
         config=config,
     )
 
 
-def _layer(found: Mapping[str, Any], prefix: str) -> Layer:
+def layer_from_weights(found: Mapping[str, Any], index: int) -> Layer:
+    """Layer `index` of the model whose weights are `found`, by their names in the model."""
     values: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(Layer)):
-        path = f"{prefix}.{name}"
+        path = f"layers.{index}.{name}"
         values[name] = _linear(found, path) if name in LINEARS else found.get(path)
     return Layer(**values)
+
+
+def layer_weights(layer: Layer, index: int) -> Iterator[tuple[str, Weight]]:
+    """The inverse of `layer_from_weights`: every weight of a layer and its name in the model."""
+    for field in dataclasses.fields(Layer):
+        path, value = f"layers.{index}.{field.name}", getattr(layer, field.name)
+        if field.name not in LINEARS:
+            if value is not None:
+                yield path, value
+            continue
+        yield f"{path}.weight", value.weight
+        if value.bias is not None:
+            yield f"{path}.bias", value.bias
 
 
 def _linear(found: Mapping[str, Any], prefix: str) -> Linear:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
+import math
 import re
 from collections.abc import Sequence
 
@@ -64,6 +67,26 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
     assert out.rsplit("\n\n", 1)[0] == _generate(capsys).rsplit("\n\n", 1)[0]
 
 
+# A model that ships, quantized with text from a file or from the command line, can be decoded.
+def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
+    text = "Once upon a time there was a little girl who lived near the woods. " * 4
+    (tmp_path / "text.txt").write_text(text)
+    command = ["quantize", "tiny-16bit", "--method", "gptq", "--sequences", "2", "--length", "16"]
+    for out, calibration in (("from-file", str(tmp_path / "text.txt")), ("from-text", text)):
+        assert main([*command, str(tmp_path / out), "--calibration", calibration]) == 0
+        assert re.search(r"100% .* gone, .* left, peak \d+\.\d\d GB", capsys.readouterr().err)
+    texts = [
+        _generate(capsys, "--model", str(tmp_path / out)).rsplit("\n\n", 1)[0]
+        for out in ("from-file", "from-text")
+    ]
+    assert texts[0] == texts[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "from-file",
+        "from-text",
+        "text.txt",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +97,13 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
         (["generate", "x", "--temperature", "-1"], "temperature must be in"),
         (["generate", "x", "--model", "tiny-16bit"], "--quantize rtn"),
         (["convert", "no/such/place", "out"], "no/such/place"),
+        (["quantize", "no/such/place", "out"], "no/such/place"),
+        (["quantize", "tiny-16bit", "out", "--method", "gguf"], "method must be one of rtn"),
+        (["quantize", "tiny-16bit", "out", "--method", "gptq"], "'gptq' needs calibration"),
+        (
+            ["quantize", "tiny-16bit", "out", "--method", "gptq", "--calibration", "no-such-file"],
+            "one sequence needs 512; give a longer text or a smaller length",
+        ),
     ],
 )
 def test_one_sentence_and_exit_status_1(arguments, message, capsys, tmp_path, monkeypatch) -> None:
@@ -87,7 +117,9 @@ def test_one_sentence_and_exit_status_1(arguments, message, capsys, tmp_path, mo
 
 
 @pytest.mark.parametrize("size", ["7", "abc", ""])
-@pytest.mark.parametrize("command", [["generate", "x"], ["convert", "from", "to"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "x"], ["convert", "from", "to"], ["quantize", "from", "to"]]
+)
 def test_a_bad_group_size_says_which_are_accepted(command, size, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--group-size", size])
@@ -151,3 +183,38 @@ def test_trace_leaves_stop_tokens_out(llama, capsys, monkeypatch) -> None:
     traced = capsys.readouterr().out.rsplit("\n\n", 1)[0]
     assert _kept(traced).split() == words[: words.index(f"w{stop}")]
     assert not re.search(rf"\bw{stop}\b", traced)
+
+
+def test_evaluate_perplexity(tmp_path, capsys) -> None:
+    text, target = tmp_path / "text.txt", tmp_path / "numbers.json"
+    text.write_text("Once upon a time there was a king who had three daughters. " * 6)
+    options = ["--window", "64", "--rows", "2", "--json", str(target)]
+    assert main(["evaluate", "perplexity", str(text), *options]) == 0
+    numbers = json.loads(target.read_text())
+    assert f"perplexity: {numbers['perplexity']:.4f}" in capsys.readouterr().out
+    assert 1 < numbers["perplexity"] < 4096
+    nats = math.log(numbers["perplexity"]) * numbers["tokens"]
+    assert numbers["bits per byte"] == pytest.approx(nats / math.log(2) / len(text.read_bytes()))
+
+
+def test_evaluate_fidelity(tmp_path, capsys) -> None:
+    prompts, target = tmp_path / "prompts.jsonl", tmp_path / "numbers.json"
+    prompts.write_text('{"question": "How many apples?"}\n{"prompt": "Once upon a time"}\n')
+    options = ["--max-new-tokens", "12", "--json", str(target)]
+    picture = tmp_path / "scatter.png"
+    if importlib.util.find_spec("matplotlib") is not None:
+        options += ["--picture", str(picture)]
+    assert main(["evaluate", "fidelity", str(prompts), *options]) == 0
+    numbers = json.loads(target.read_text())
+    assert numbers["tokens"] == 24 and 0 < numbers["accepted"] <= 1
+    assert f"accepted: {numbers['accepted']:.4f}" in capsys.readouterr().out
+    assert picture.exists() == ("--picture" in options)
+
+
+def test_evaluate_says_what_is_wrong(tmp_path, capsys) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"answer": "four"}\n')
+    assert main(["evaluate", "fidelity", str(prompts)]) == 1
+    assert "line 1" in capsys.readouterr().err
+    assert main(["evaluate", "perplexity", str(tmp_path / "none.txt")]) == 1
+    assert "none.txt" in capsys.readouterr().err

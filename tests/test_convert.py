@@ -253,7 +253,7 @@ def test_refusals_are_one_sentence(
 def test_option_refusals(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source")
     for options, message in (
-        ({"quantization": "gguf"}, "method must be one of rtn, got 'gguf'"),
+        ({"quantization": "gguf"}, "method must be one of rtn, rtn-clip, gptq"),
         ({"quantization": "rtn", "group_size": 100}, "group_size must be 32, 64, 128 or None"),
         ({"lm_head": True}, "lm_head=True needs a quantization, got None"),
         ({"dtype": "float16"}, "dtype must be one of bfloat16, float32, got 'float16'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from checkpoints_tools.loading import load, load_tokenizer
 from checkpoints_tools.quantize import quantize
-from checkpoints_tools.quantize.rtn import round_to_nearest
+from checkpoints_tools.quantize.calibration import calibration_tokens
+from checkpoints_tools.quantize.recipe import Recipe
+from checkpoints_tools.quantize.rtn import round_clipped, round_to_nearest
 from pallas_kernels import formats
-from pallas_kernels.formats import Int4Weight, int4_from_integers, padded_inputs
+from pallas_kernels.formats import (
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    int4_from_integers,
+    padded_inputs,
+)
+from specjax.kv_cache import KVCache
 from specjax.params import LINEARS, Linear, Params
+from specjax.transformer import forward
+from tests.conftest import ROOT
 from tests.random_models import CONFIG, random_model
 
 GROUP_SIZES = (32, 64, 128, None)
@@ -194,12 +207,120 @@ def test_quantize_tied_head(model: Params) -> None:
     assert untouched.lm_head is None and untouched.config.tie_word_embeddings
 
 
+METHODS = {
+    "rtn": Int4Weight, "rtn-clip": Int4Weight, "int8": Int8Weight, "mxfp4": Mxfp4Weight,
+    "mxfp4-even": Mxfp4Weight, "gptq": Int4Weight, "gptq-clip": Int4Weight, "act-order+gptq": Int4Weight,
+    "awq": Int4Weight, "awq+gptq": Int4Weight, "awq+mxfp4": Mxfp4Weight,
+    "quarot": Int4Weight, "quarot+gptq": Int4Weight,
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 32))
+
+
+def logits(params: Params) -> np.ndarray:
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    cache = KVCache.create(params.config, *TOKENS.shape)
+    return np.asarray(forward(params, jnp.asarray(TOKENS), positions, cache)[0])
+
+
+# Every method gives its format for every linear layer and the head, and a model that still says
+# what it said, as far as 4 bits of random weights can: a wrong scale or rotation leaves no trace.
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(model: Params, method: str) -> None:
+    calibration = TOKENS if Recipe(method).needs_calibration else None
+    quantized = quantize(model, method, lm_head=True, calibration=calibration)
+    for linear in (*quantized.linears(), quantized.head):
+        assert isinstance(linear.weight, METHODS[method])
+    assert quantized.config.hadamard == ("quarot" in method)
+    before, after = logits(model), logits(quantized)
+    correlation = np.corrcoef(before.ravel(), after.ravel())[0, 1]
+    assert 0.8 < correlation < 1
+
+
+# Three and two bits are integers of at most 3 and 1, at four bits' storage.
+@pytest.mark.parametrize(("bits", "limit"), [(3, 3), (2, 1)])
+@pytest.mark.parametrize("method", ["rtn", "rtn-clip", "gptq"])
+def test_fewer_bits(model: Params, method: str, bits: int, limit: int) -> None:
+    calibration = TOKENS if method == "gptq" else None
+    weight = quantize(model, method, bits=bits, calibration=calibration).layers[0].up.weight
+    assert isinstance(weight, Int4Weight)
+    assert np.abs(np.asarray(unpack(weight.packed))).max() == limit
+    assert weight.nbytes == quantize(model).layers[0].up.weight.nbytes
+
+
+# 8 bits: half a step at most, of 127 steps.
+def test_int8_error_bound() -> None:
+    w = jax.random.normal(jax.random.key(0), (16, 300))
+    weight = round_to_nearest(w, 64, bits=8)
+    scale = np.repeat(np.asarray(weight.scales, np.float32), 64, axis=1)[:, :300]
+    assert np.all(np.abs(np.asarray(dequantize(weight)) - w) <= scale * (0.5 + 1e-5))
+    np.testing.assert_allclose(scale.max(), np.abs(w).max() / 127, rtol=2**-7)
+
+
+# The searched ratio is the best of its grid for every group, in its own norm.
+@pytest.mark.parametrize("bits", [4, 2])
+def test_clip_is_the_best_of_all(bits: int) -> None:
+    w = np.random.default_rng(0).standard_t(3, size=(4, 96)).astype(np.float32)
+
+    def errors(weight: Int4Weight) -> np.ndarray:
+        difference = np.abs(w - np.asarray(dequantize(weight))).astype(np.float64)
+        return np.sum(difference.reshape(4, 3, 32) ** 2.4, axis=-1)
+
+    candidates = [
+        errors(round_to_nearest(jnp.asarray(w), 32, bits=bits, ratio=1 - i / 100))
+        for i in range(80)
+    ]
+    found = errors(round_clipped(jnp.asarray(w), 32, bits=bits))
+    np.testing.assert_allclose(found, np.min(candidates, axis=0), rtol=1e-4)
+    assert (found <= candidates[0]).all() and np.mean(found < candidates[0]) > 0.5
+
+
+def library_text(package: str) -> str:
+    """The library's own source: Python, of which the shipped model has read much."""
+    return "\n".join(file.read_text() for file in sorted((ROOT / package).glob("*.py")))
+
+
+# On the shipped model's real weights and text that it was not calibrated on, the error of the
+# output, as divergence of the predicted tokens, falls as the papers say: the methods that look at
+# activations err less than rounding to nearest.
+def test_order_on_real_weights() -> None:
+    params, tokenizer = load("tiny-16bit"), load_tokenizer("tiny-16bit")
+    tokens, unseen = (
+        calibration_tokens(library_text(package), tokenizer, sequences=8, length=128)
+        for package in ("specjax", "pallas_kernels")
+    )
+
+    @jax.jit
+    def predicted(params: Params) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(unseen.shape[1]), unseen.shape)
+        cache = KVCache.create(params.config, *unseen.shape)
+        return jax.nn.log_softmax(forward(params, jnp.asarray(unseen), positions, cache)[0])
+
+    exact = predicted(params)
+
+    def divergence(method: str) -> float:
+        calibration = tokens if Recipe(method).needs_calibration else None
+        rounded = predicted(quantize(params, method, calibration=calibration))
+        return float(jnp.mean(jnp.sum(jnp.exp(exact) * (exact - rounded), axis=-1)))
+
+    nearest = divergence("rtn")
+    assert divergence("gptq") < nearest
+    assert divergence("awq") < nearest
+    assert divergence("int8") < nearest / 20
+
+
 def test_quantize_refusals(model: Params) -> None:
     for options, message in (
-        ({"method": "gguf"}, "method must be one of rtn, got 'gguf'"),
+        ({"method": "gguf"}, "method must be one of rtn, rtn-clip, gptq, gptq-clip, int8"),
+        ({"method": "gptq+rtn"}, "got 'gptq+rtn'"),
+        ({"method": "awq+quarot"}, "before it in this order, got 'awq+quarot'"),
+        ({"method": ""}, "got ''"),
+        ({"method": "act-order+rtn"}, "act-order is an order of gptq"),
         ({"group_size": 48}, "group_size must be 32, 64, 128 or None"),
+        ({"method": "mxfp4", "group_size": 64}, "mxfp4 has groups of 32"),
+        ({"bits": 5}, "bits must be 4, 3 or 2, got 5"),
+        ({"method": "int8", "bits": 3}, "int8 fixes its bits; leave bits out, got 3"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(message)):
             quantize(model, **options)
     with pytest.raises(ValueError, match=r"layers\.0\.q\.weight is quantized already"):
         quantize(quantize(model))

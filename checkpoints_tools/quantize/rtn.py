@@ -1,8 +1,14 @@
-"""Round to nearest: the 4-bit quantization that needs no data.
+"""Round to nearest: every weight becomes the nearest integer times its group's scale.
 
-Every group of weights gets the scale that maps its largest magnitude to 7. The range is -7 … 7
-although the format reaches -8: with this scale -8 would never be the nearest integer, and a
-symmetric range treats w and -w alike.
+    w ≈ q · scale, q in -largest … largest, largest = 2^(bits - 1) - 1
+
+The plain scale maps a group's largest magnitude to the largest integer. A smaller one clips the
+largest weights and is finer for all others: QuaRot (section 4) takes the ratio that errs least in
+the weights themselves, AWQ the one that errs least in what the layer computes.
+
+The range is symmetric although two's complement reaches one further down: with these scales that
+integer would never be the nearest, and w and -w are treated alike. Three and two bits are stored
+as 4-bit integers of a narrower range: they save nothing and are there for experiments.
 """
 
 from __future__ import annotations
@@ -11,16 +17,31 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.formats import Int4Weight, check_group_size, int4_from_integers
+from checkpoints_tools.quantize.rows import over_rows
+from pallas_kernels.formats import (
+    Int4Weight,
+    Int8Weight,
+    check_group_size,
+    int4_from_integers,
+    int8_from_integers,
+)
 from pallas_kernels.rounding import round_to
 
-LIMIT = 7
+BITS = (4, 3, 2)  # that an `Int4Weight` can hold
+WEIGHT_RATIOS = tuple(1 - i / 100 for i in range(80))  # QuaRot's grid
+WEIGHT_NORM = 2.4  # and its norm
+OUTPUT_RATIOS = tuple(1 - i / 20 for i in range(10))  # AWQ's grid
+
+IntegerWeight = Int4Weight | Int8Weight
 
 
-@functools.partial(jax.jit, static_argnames="group_size")
-def round_to_nearest(weight: jax.Array, group_size: int | None = 128) -> Int4Weight:
-    """w ≈ q · scale with scale = max |w| / 7 over the group, in bf16, and |w - q · scale| minimal.
+def round_to_nearest(
+    weight: jax.Array, group_size: int | None = 128, *, bits: int = 4, ratio: float = 1.0
+) -> IntegerWeight:
+    """w ≈ q · scale with scale = ratio · max |w| / largest over the group, in bf16, and
+    |w - q · scale| minimal.
 
     A group of zeros, or of values so small that their scale is zero, becomes zeros.
 
@@ -28,20 +49,143 @@ def round_to_nearest(weight: jax.Array, group_size: int | None = 128) -> Int4Wei
       weight: bf16, f16 or f32[N, K].
       group_size: consecutive inputs that share a scale (32, 64 or 128), or None for one scale per
         output. The last group may be shorter.
+      bits: 8 for an `Int8Weight`; 4, 3 or 2 for an `Int4Weight`.
+      ratio: the share of the largest magnitude that is represented; what is larger is clipped.
 
     Returns:
       The quantized matrix; its scales are bf16[N, groups].
 
     Raises:
-      ValueError: the group size is not one of these.
+      ValueError: the group size or the bits are not one of these.
     """
-    check_group_size(group_size)
+    check_options(group_size, bits)
+    return over_rows(lambda rows: _round(rows, group_size, bits, ratio), weight)
+
+
+def round_clipped(
+    weight: jax.Array,
+    group_size: int | None = 128,
+    *,
+    bits: int = 4,
+    second_moment: jax.Array | None = None,
+) -> IntegerWeight:
+    """`round_to_nearest` with the clip ratio of every group that errs least.
+
+    Without `second_moment` the error is Σ |w - q · scale|^2.4 over the group and the ratios are
+    1, 0.99 … 0.21 (QuaRot, section 4); with it, the error is E[((w - q · scale) · x)²] over the
+    group's inputs x and the ratios are 1, 0.95 … 0.55 (AWQ).
+
+    Args:
+      weight, group_size, bits: as for `round_to_nearest`.
+      second_moment: f32[K, K], the mean of x xᵀ, or None.
+
+    Returns, Raises: as `round_to_nearest`.
+    """
+    check_options(group_size, bits)
+    blocks = None if second_moment is None else _diagonal_blocks(second_moment, group_size)
+    return over_rows(lambda rows: _round_searched(rows, blocks, group_size, bits), weight)
+
+
+def largest(bits: int) -> int:
+    """The largest integer of the symmetric range."""
+    return 2 ** (bits - 1) - 1
+
+
+def scales_of(groups: jax.Array, bits: int, ratio: float | jax.Array = 1.0) -> jax.Array:
+    """The scales that map `ratio` times a group's largest magnitude to the largest integer.
+
+    f32[N, G, g] -> f32[N, G], rounded to bf16: what divides the weights is what will be stored.
+    """
+    magnitudes = jnp.max(jnp.abs(groups), axis=-1)
+    return round_to(magnitudes * ratio / largest(bits), jnp.bfloat16).astype(jnp.float32)
+
+
+def searched_scales(groups: jax.Array, bits: int, blocks: jax.Array | None = None) -> jax.Array:
+    """The scales whose clip ratio errs least; see `round_clipped`.
+
+    f32[N, G, g] and, for the error of the output, second moments f32[G, g, g] -> f32[N, G].
+    """
+    ratios = jnp.asarray(WEIGHT_RATIOS if blocks is None else OUTPUT_RATIOS, jnp.float32)
+
+    def try_ratio(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        least, chosen = best
+        scales = scales_of(groups, bits, ratios[i])
+        difference = groups - nearest(groups, scales[..., None], bits) * scales[..., None]
+        errors = (
+            _weight_errors(difference) if blocks is None else _output_errors(difference, blocks)
+        )
+        better = errors < least
+        return jnp.where(better, errors, least), jnp.where(better, scales, chosen)
+
+    scales = scales_of(groups, bits)
+    start = jnp.full(scales.shape, jnp.inf), scales
+    return jax.lax.fori_loop(0, len(ratios), try_ratio, start)[1]
+
+
+def nearest(values: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """The integers nearest to values / scales, as f32; zeros where the scale is zero."""
+    q = jnp.where(scales > 0, jnp.round(values / scales), 0)
+    return jnp.clip(q, -largest(bits), largest(bits))
+
+
+def from_integers(
+    q: jax.Array, scales: jax.Array, group_size: int | None, bits: int
+) -> IntegerWeight:
+    """The weight of integers [N, K] and scales f32[N, G], in the format that holds `bits`."""
+    build = int8_from_integers if bits == 8 else int4_from_integers
+    return build(q.astype(jnp.int8), scales.astype(jnp.bfloat16), group_size)
+
+
+@functools.partial(jax.jit, static_argnames=("group_size", "bits"))
+def _round(weight: jax.Array, group_size: int | None, bits: int, ratio: float) -> IntegerWeight:
+    groups = _grouped(weight, group_size)
+    return _rounded(weight, groups, scales_of(groups, bits, ratio), group_size, bits)
+
+
+@functools.partial(jax.jit, static_argnames=("group_size", "bits"))
+def _round_searched(
+    weight: jax.Array, blocks: jax.Array | None, group_size: int | None, bits: int
+) -> IntegerWeight:
+    groups = _grouped(weight, group_size)
+    return _rounded(weight, groups, searched_scales(groups, bits, blocks), group_size, bits)
+
+
+def _weight_errors(difference: jax.Array) -> jax.Array:
+    """Σ |d|^2.4 over every group: f32[N, G, g] -> f32[N, G]."""
+    return jnp.sum(jnp.abs(difference) ** WEIGHT_NORM, axis=-1)
+
+
+def _output_errors(difference: jax.Array, blocks: jax.Array) -> jax.Array:
+    """E[(d · x)²] of every group: f32[N, G, g], f32[G, g, g] -> f32[N, G]."""
+    products = jnp.einsum("ngi,gij->ngj", difference, blocks, precision="highest")
+    return jnp.sum(products * difference, axis=-1)
+
+
+def _grouped(weight: jax.Array, group_size: int | None) -> jax.Array:
+    """The inputs in their groups, the last one filled up with zeros: [N, K] -> f32[N, G, g]."""
     n, k = weight.shape
     size = k if group_size is None else group_size
-    padded = jnp.pad(weight.astype(jnp.float32), ((0, 0), (0, -k % size)))
-    groups = padded.reshape(n, -1, size)
-    scales = round_to(jnp.max(jnp.abs(groups), axis=-1) / LIMIT, jnp.bfloat16)
-    divisor = scales.astype(jnp.float32)[..., None]  # as stored: the rounding errs on its side
-    q = jnp.where(divisor > 0, jnp.round(groups / divisor), 0)
-    q = jnp.clip(q, -LIMIT, LIMIT).astype(jnp.int8)
-    return int4_from_integers(q.reshape(n, -1)[:, :k], scales, group_size)
+    return jnp.pad(weight.astype(jnp.float32), ((0, 0), (0, -k % size))).reshape(n, -1, size)
+
+
+def _rounded(
+    weight: jax.Array, groups: jax.Array, scales: jax.Array, group_size: int | None, bits: int
+) -> IntegerWeight:
+    n, k = weight.shape
+    q = nearest(groups, scales[..., None], bits).reshape(n, -1)[:, :k]
+    return from_integers(q, scales, group_size, bits)
+
+
+def _diagonal_blocks(second_moment: jax.Array, group_size: int | None) -> jax.Array:
+    """The second moments within every group: f32[K, K] -> f32[G, g, g]."""
+    k = second_moment.shape[0]
+    size = k if group_size is None else group_size
+    padded = jnp.pad(second_moment, ((0, -k % size), (0, -k % size)))
+    groups = np.arange(padded.shape[0] // size)
+    return padded.reshape(len(groups), size, len(groups), size)[groups, :, groups]
+
+
+def check_options(group_size: int | None, bits: int) -> None:
+    check_group_size(group_size)
+    if bits not in (8, *BITS):
+        raise ValueError(f"bits must be 8, 4, 3 or 2, got {bits!r}")

@@ -1,0 +1,110 @@
+"""Atom's mixed precision (Zhao et al. 2023, sections 4.1 and 4.2): the inputs of the largest
+magnitude are kept at 8 bits, and the others are sorted, so that inputs which share a scale are
+alike.
+
+Magnitude is E[x²], the diagonal of the second moment. What is sorted is the order in which a weight
+stores its columns; x is gathered into it online, but not for `down`, whose order moves into the
+rows of gate and up. Weights are clipped to 0.85 of their group's largest magnitude and, under "a4",
+activations to 0.9, the authors' ratios.
+
+A layer has 128 inputs at 8 bits, or a sixteenth of them where that is less: 128 of the 256 inputs
+of a small model would be 6-bit quantization by another name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_tools.quantize.calibration import InputStatistics, LayerStatistics
+from checkpoints_tools.quantize.rtn import round_to_nearest
+from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, plain_values
+from specjax.params import Layer, Linear
+
+OUTLIERS = 128
+OUTLIER_SHARE = 16  # one input in so many at most
+WEIGHT_CLIP = 0.85
+ACTIVATION_CLIP = 0.9
+
+Rounding = Callable[[jax.Array, InputStatistics], Quantized]
+
+
+def mix_precisions(
+    weight: jax.Array, statistics: InputStatistics, rounding: Rounding
+) -> Int4Weight:
+    """A weight with the columns of large inputs at 8 bits and the others in ascending order.
+
+    Args:
+      weight: bf16, f16 or f32[N, K].
+      statistics: of its inputs.
+      rounding: how the 4-bit columns are rounded: f32[N, K] and statistics, both in the stored
+        order, the columns and statistics of the outliers zero.
+
+    Returns:
+      The quantized weight.
+    """
+    order = ascending_order(statistics)
+    count = outlier_count(len(order))
+    first = len(order) - count
+    values = weight.astype(jnp.float32)[:, order]
+    stored = rounding(values.at[:, first:].set(0), _without(statistics.take(order), first))
+    assert isinstance(stored, Int4Weight)
+    outliers = None
+    if count:
+        outer = round_to_nearest(values[:, first:], None, bits=8)
+        assert isinstance(outer, Int8Weight)
+        outliers = Outliers(order[first:], outer)
+    return dataclasses.replace(
+        stored,
+        outliers=outliers,
+        order=None if _is_sorted(order) else order,
+        activation_clip=ACTIVATION_CLIP,
+    )
+
+
+def sort_hidden(layer: Layer, statistics: LayerStatistics) -> tuple[Layer, LayerStatistics]:
+    """The layer with its hidden features, down's inputs, in down's order: the same function."""
+    order = ascending_order(statistics["down"])
+    layer = dataclasses.replace(
+        layer,
+        gate=_take_rows(layer.gate, order),
+        up=_take_rows(layer.up, order),
+        down=dataclasses.replace(layer.down, weight=_values(layer.down)[:, order]),
+    )
+    return layer, statistics | {"down": statistics["down"].take(order)}
+
+
+def ascending_order(statistics: InputStatistics) -> jax.Array:
+    """int32[K]: the inputs from the smallest E[x²] to the largest; equal ones as they come."""
+    return jnp.argsort(jnp.diagonal(statistics.second_moment), stable=True).astype(jnp.int32)
+
+
+def outlier_count(k: int) -> int:
+    """How many of k inputs are kept at 8 bits."""
+    return min(OUTLIERS, k // OUTLIER_SHARE)
+
+
+def _without(statistics: InputStatistics, first: int) -> InputStatistics:
+    """The statistics with the inputs from `first` on always zero, as the 4-bit columns see them."""
+    return InputStatistics(
+        statistics.second_moment.at[first:].set(0).at[:, first:].set(0),
+        statistics.magnitude.at[first:].set(0),
+    )
+
+
+def _is_sorted(order: jax.Array) -> bool:
+    return bool(np.array_equal(order, np.arange(len(order))))
+
+
+def _take_rows(linear: Linear, order: jax.Array) -> Linear:
+    bias = None if linear.bias is None else linear.bias[order]
+    return Linear(_values(linear)[order], bias)
+
+
+def _values(linear: Linear) -> jax.Array:
+    assert not isinstance(linear.weight, Quantized)
+    return plain_values(linear.weight)

@@ -1,0 +1,219 @@
+"""What a model's linear layers read, measured on calibration text one layer at a time.
+
+The hidden states of all sequences stand at the entrance of a layer: int32[S, T] tokens, then
+[S, T, D]. `observe` runs the layer as it is and gathers the statistics of every linear layer's
+input; when they have served to quantize it, `advance` takes the hidden states through the
+quantized layer, so that the next one sees what it will see. Activations are in 16 bits throughout.
+
+Second moments suffice for every method here: the output error of a changed weight is
+E[|(W - Q) x|²] = tr((W - Q) E[x xᵀ] (W - Q)ᵀ). So only the hidden states grow with the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from checkpoints_tools.tokenizer import Tokenizer
+from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, take_rows
+from specjax.config import ModelConfig
+from specjax.kv_cache import KVCache
+from specjax.params import Layer, held, linear_shapes
+from specjax.transformer import LinearInputs, block, norm, rope_angles
+
+# Which linear layers read each of `LinearInputs`.
+READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InputStatistics:
+    """Means over the tokens that a linear layer read, x: [K] each.
+
+    second_moment: f32[K, K], of x xᵀ.
+    magnitude: f32[K], of |x|.
+    """
+
+    second_moment: jax.Array
+    magnitude: jax.Array
+
+    def take(self, order: jax.Array) -> InputStatistics:
+        """Those of x[order]."""
+        return InputStatistics(self.second_moment[order][:, order], self.magnitude[order])
+
+    def divided(self, scales: jax.Array) -> InputStatistics:
+        """Those of x / scales. f32[K], positive."""
+        return InputStatistics(
+            self.second_moment / (scales[:, None] * scales), self.magnitude / scales
+        )
+
+
+LayerStatistics = dict[str, InputStatistics]  # by the names of `LINEARS`; shared by co-readers
+
+
+def check_tokens(tokens: Any, config: ModelConfig) -> np.ndarray:
+    """`tokens` as int32[S, T]. Raises ValueError unless they suit the model."""
+    array = np.asarray(tokens)
+    if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            "calibration must be integers [S, T], S sequences of T tokens each, "
+            f"got {array.dtype.name}{list(array.shape)}"
+        )
+    if array.shape[1] > config.max_position_embeddings:
+        raise ValueError(
+            f"calibration has sequences of {array.shape[1]} tokens, "
+            f"the model has {config.max_position_embeddings} positions"
+        )
+    if array.min() < 0 or array.max() >= config.vocab_size:
+        outside = array[(array < 0) | (array >= config.vocab_size)][0]
+        raise ValueError(
+            f"calibration holds the token {outside}; the vocabulary has {config.vocab_size} entries"
+        )
+    return array.astype(np.int32)
+
+
+def calibration_tokens(
+    text: str, tokenizer: Tokenizer, *, sequences: int = 16, length: int = 512
+) -> np.ndarray:
+    """Sequences from all over a text, the same ones every time.
+
+    Args:
+      text: what to take them from.
+      tokenizer: the model's. A token that it puts before every text begins every sequence.
+      sequences: how many, at least 1; they overlap where the text is short.
+      length: tokens in each, at least 1.
+
+    Returns:
+      int32[sequences, length].
+
+    Raises:
+      ValueError: the text is shorter than one sequence, or a number is less than 1.
+    """
+    for name, value in (("sequences", sequences), ("length", length)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    first = np.asarray(tokenizer.encode(""), np.int32)
+    ids = np.asarray(tokenizer.encode(text), np.int32)[len(first) :]
+    size = length - len(first)
+    if len(ids) < size:
+        raise ValueError(
+            f"the calibration text has {len(ids)} tokens, one sequence needs {size}; "
+            "give a longer text or a smaller length"
+        )
+    starts = np.linspace(0, len(ids) - size, sequences).astype(int)
+    return np.stack([np.concatenate((first, ids[i : i + size])) for i in starts])
+
+
+def embed(embedding: Weight, tokens: np.ndarray, config: ModelConfig) -> jax.Array:
+    """The hidden states at the first layer's entrance: [S, T, D] in the model's dtype."""
+    table = cast(jax.Array | Bfloat16Weight, held(embedding, config.dtype))
+    return take_rows(table, jnp.asarray(tokens))
+
+
+def observe(
+    layer: Layer, hidden: jax.Array, index: int, config: ModelConfig, step: Callable[[], None]
+) -> LayerStatistics:
+    """The statistics of what each linear layer of a block reads.
+
+    Args:
+      layer: unquantized.
+      hidden: [S, T, D], at its entrance.
+      index: the layer's number.
+      config: of the model.
+      step: called after each sequence.
+
+    Returns:
+      The statistics by the linear layers' names.
+    """
+    layer, shapes = hold(layer, config), linear_shapes(config)
+    sums = {inputs: _zeros(shapes[names[0]][1]) for inputs, names in READERS.items()}
+    for sequence in hidden:
+        sums = _add_layer(sums, layer, sequence[None], _alike(index, config), config)
+        jax.block_until_ready(sums)
+        step()
+    means = {inputs: _mean(sums[inputs], hidden) for inputs in READERS}
+    return {name: means[inputs] for inputs, names in READERS.items() for name in names}
+
+
+def advance(
+    layer: Layer, hidden: jax.Array, index: int, config: ModelConfig, step: Callable[[], None]
+) -> jax.Array:
+    """The hidden states at the layer's exit. Arguments as for `observe`; any weights."""
+    layer, left = hold(layer, config), []
+    for sequence in hidden:
+        left.append(_run(layer, sequence[None], _alike(index, config), config)[0][0])
+        jax.block_until_ready(left)
+        step()
+    return jnp.stack(left)
+
+
+def observe_head(final_norm: jax.Array, hidden: jax.Array, config: ModelConfig) -> InputStatistics:
+    """The statistics of what the head reads. hidden: [S, T, D], at the last layer's exit."""
+    scale, sums = final_norm.astype(config.dtype), _zeros(config.hidden_size)
+    for sequence in hidden:
+        sums = _add(sums, norm(sequence, scale, config, sequence.dtype))
+    return _mean(sums, hidden)
+
+
+def hold(layer: Layer, config: ModelConfig) -> Layer:
+    """The layer as a model of this configuration holds it: what is not quantized, in its dtype."""
+    return jax.tree.map(
+        lambda weight: held(weight, config.dtype),
+        layer,
+        is_leaf=lambda node: isinstance(node, Bfloat16Weight | Quantized),
+    )
+
+
+def _alike(index: int, config: ModelConfig) -> int:
+    """The first layer that computes the same: one compilation serves them all."""
+    windows = [config.window(i) for i in range(config.num_layers)]
+    return windows.index(windows[index])
+
+
+@partial(jax.jit, static_argnames=("index", "config"))
+def _run(
+    layer: Layer, x: jax.Array, index: int, config: ModelConfig
+) -> tuple[jax.Array, LinearInputs]:
+    """A layer over whole sequences without context. x: [B, T, D]."""
+    b, t, _ = x.shape
+    positions = jnp.broadcast_to(jnp.arange(t), (b, t))
+    cache = KVCache.create(config, b, t)
+    rope = rope_angles(config, positions)
+    y, _, inputs = block(layer, x, index, rope, positions, cache, None, "a16", config)
+    return y, inputs
+
+
+def _zeros(k: int) -> InputStatistics:
+    return InputStatistics(jnp.zeros((k, k)), jnp.zeros(k))
+
+
+# The sums are updated in place: second moments of all sequences at once would take gigabytes.
+@partial(jax.jit, static_argnames=("index", "config"), donate_argnames="sums")
+def _add_layer(
+    sums: dict[str, InputStatistics], layer: Layer, x: jax.Array, index: int, config: ModelConfig
+) -> dict[str, InputStatistics]:
+    """The sums of every linear layer's inputs, by the names of `LinearInputs`. x: [B, T, D]."""
+    _, inputs = _run(layer, x, index, config)
+    return {name: _add(sums[name], getattr(inputs, name)) for name in sums}
+
+
+@partial(jax.jit, donate_argnames="sums")
+def _add(sums: InputStatistics, inputs: jax.Array) -> InputStatistics:
+    """inputs: [..., K]."""
+    x = inputs.astype(jnp.float32).reshape(-1, inputs.shape[-1])
+    products = lax.dot_general(x, x, (((0,), (0,)), ((), ())), precision="highest")
+    return InputStatistics(
+        sums.second_moment + products, sums.magnitude + jnp.sum(jnp.abs(x), axis=0)
+    )
+
+
+def _mean(sums: InputStatistics, hidden: jax.Array) -> InputStatistics:
+    count = hidden.shape[0] * hidden.shape[1]
+    return jax.tree.map(lambda each: each / count, sums)

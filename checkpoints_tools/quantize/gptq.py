@@ -1,0 +1,144 @@
+"""GPTQ (Frantar et al. 2023): columns are rounded one after another, and the columns to come make
+up for each one's error as well as they can, so that the layer's output errs least.
+
+With H = E[x xᵀ] and U the upper triangular factor of its inverse, H⁻¹ = Uᵀ U, scaled to a unit
+diagonal row by row (the paper's algorithm 1):
+
+    error = W[:, j] - round(W[:, j]),     W[:, j:] -= error · U[j, j:]
+
+The columns are taken a group at a time: within the group one by one, then the group's errors go to
+all later columns in one matrix product. A group's scale is taken when its turn comes, from weights
+that have made up for the errors before.
+
+An input that calibration never saw takes no part: its weights are rounded to nearest. (The authors
+set them to zero, which an input that is seen later would feel.)
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jax import lax
+
+from checkpoints_tools.quantize.rows import over_rows
+from checkpoints_tools.quantize.rtn import (
+    IntegerWeight,
+    check_options,
+    from_integers,
+    nearest,
+    scales_of,
+    searched_scales,
+)
+
+DAMPING = 0.01  # of the mean of H's diagonal, added to the diagonal
+_BLOCK = 128  # columns at a time where all of a row's inputs share one scale
+
+
+def gptq(
+    weight: jax.Array,
+    second_moment: jax.Array,
+    group_size: int | None = 128,
+    *,
+    bits: int = 4,
+    clip: bool = False,
+    damping: float = DAMPING,
+) -> IntegerWeight:
+    """Rounds a weight so that E[|(W - Q) x|²] is small.
+
+    Args:
+      weight: bf16, f16 or f32[N, K].
+      second_moment: f32[K, K], the mean of x xᵀ, times any positive factor.
+      group_size: inputs that share a scale: 32, 64, 128, or None for one scale per output.
+      bits: 8, 4, 3 or 2.
+      clip: take the scales whose clip ratio errs least in the weights (`rtn.round_clipped`), as
+        QuaRot does, in place of those of the largest magnitudes.
+      damping: share of the mean of the diagonal that is added to it.
+
+    Returns:
+      The quantized matrix; its scales are bf16[N, groups].
+
+    Raises:
+      ValueError: the group size or the bits are not one of these, or `second_moment` is not
+        positive semidefinite.
+    """
+    check_options(group_size, bits)
+    factor = jnp.asarray(inverse_factor(second_moment, damping))
+    return over_rows(lambda rows: _round_rows(rows, factor, group_size, bits, clip), weight)
+
+
+def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.ndarray:
+    """U of the module's equation for the damped second moment, its diagonal ones: f32[K, K].
+
+    Computed in float64 on the host: an accelerator may have none, and the factor of a nearly
+    singular matrix needs it.
+    """
+    # H = R Rᵀ with R upper triangular gives H⁻¹ = (R⁻¹)ᵀ R⁻¹, so U = R⁻¹. Cholesky's factor is
+    # lower triangular; that of the matrix turned around is R turned around. All in one buffer.
+    turned = np.array(np.asarray(second_moment)[::-1, ::-1], np.float64, order="F")
+    diagonal = np.diagonal(turned).copy()
+    seen = diagonal > 0
+    mean = diagonal.sum() / max(seen.sum(), 1)
+    turned[np.diag_indices_from(turned)] += np.where(seen, damping * mean, 1)
+    try:
+        factor = scipy.linalg.cholesky(turned, lower=True, overwrite_a=True, check_finite=False)
+    except np.linalg.LinAlgError as error:
+        raise ValueError(f"second_moment must be positive semidefinite: {error}") from error
+    inverse, _ = scipy.linalg.lapack.dtrtri(factor, lower=1, overwrite_c=1)
+    inverse /= np.diagonal(inverse).copy()[:, None]
+    return inverse.astype(np.float32)[::-1, ::-1]
+
+
+@functools.partial(jax.jit, static_argnames=("group_size", "bits", "clip"))
+def _round_rows(
+    weight: jax.Array, factor: jax.Array, group_size: int | None, bits: int, clip: bool
+) -> IntegerWeight:
+    """weight: [N, K], factor: f32[K, K], see `inverse_factor`."""
+    n, k = weight.shape
+    size = _BLOCK if group_size is None else group_size
+    padding = -k % size
+    weight = jnp.pad(weight.astype(jnp.float32), ((0, 0), (0, padding)))
+    factor = jnp.pad(factor, ((0, padding), (0, padding)))
+    find_scales = searched_scales if clip else scales_of
+    whole = find_scales(weight[:, None], bits)  # f32[N, 1], for one scale per row
+
+    def round_group(group: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        weight, q, scales = carry
+        start = group * size
+        columns = lax.dynamic_slice_in_dim(weight, start, size, axis=1)
+        scale = whole if group_size is None else find_scales(columns[:, None], bits)
+        rows = lax.dynamic_slice_in_dim(factor, start, size, axis=0)
+        within = lax.dynamic_slice_in_dim(rows, start, size, axis=1)
+        rounded, errors = _round_columns(columns.T, within, scale[:, 0], bits)
+        # Columns up to this group's last are done with: that they change too does not matter.
+        return (
+            weight - jnp.matmul(errors.T, rows, precision="highest"),
+            lax.dynamic_update_slice_in_dim(q, rounded.T.astype(jnp.int8), start, axis=1),
+            lax.dynamic_update_slice_in_dim(scales, scale, group, axis=1),
+        )
+
+    groups = weight.shape[1] // size
+    start = weight, jnp.zeros(weight.shape, jnp.int8), jnp.zeros((n, groups))
+    _, q, scales = lax.fori_loop(0, groups, round_group, start)
+    return from_integers(q[:, :k], whole if group_size is None else scales, group_size, bits)
+
+
+def _round_columns(
+    columns: jax.Array, factor: jax.Array, scale: jax.Array, bits: int
+) -> tuple[jax.Array, jax.Array]:
+    """The integers and the errors of one group's columns, each f32[g, N].
+
+    columns: f32[g, N], one after another; factor: f32[g, g]; scale: f32[N].
+    """
+
+    def round_column(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        columns, q, errors = carry
+        rounded = nearest(columns[j], scale, bits)
+        error = columns[j] - rounded * scale
+        return columns - factor[j][:, None] * error, q.at[j].set(rounded), errors.at[j].set(error)
+
+    zeros = jnp.zeros_like(columns)
+    return lax.fori_loop(0, len(columns), round_column, (columns, zeros, zeros))[1:]

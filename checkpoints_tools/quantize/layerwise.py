@@ -1,0 +1,178 @@
+"""A model quantized layer by layer: weights come in and go out by name, one layer at a time.
+
+Every layer is transformed and rounded while the next is still where it was, so a model need not
+fit into memory as it is. Where the method needs calibration, the hidden states of the calibration
+text wait at the layer's entrance (`calibration`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_tools.quantize import quarot
+from checkpoints_tools.quantize.atom import sort_hidden
+from checkpoints_tools.quantize.awq import scale_layer
+from checkpoints_tools.quantize.calibration import (
+    LayerStatistics,
+    advance,
+    embed,
+    hold,
+    observe,
+    observe_head,
+)
+from checkpoints_tools.quantize.recipe import Recipe
+from pallas_kernels.formats import Quantized, Weight, plain_values
+from specjax.config import ModelConfig
+from specjax.params import LINEARS, Layer, Linear
+from specjax.weight_names import HEAD, layer_from_weights, layer_weights
+
+SEED = 0  # of QuaRot's random signs
+
+
+class Watcher:
+    """Follows a run. This one starts at the first layer, reports nothing and keeps nothing."""
+
+    def step(self, what: str) -> None:
+        """A part of the work is done."""
+
+    def restore(self) -> tuple[list[Layer], jax.Array | None]:
+        """Layers that an earlier run finished, from the first on, and the hidden states at the
+        exit of the last one, None without calibration."""
+        return [], None
+
+    def keep(self, index: int, layer: Layer, hidden: jax.Array | None) -> None:
+        """A layer is finished, with the hidden states at its exit."""
+
+
+def quantize_layers(
+    weights: Iterable[tuple[str, Weight]],
+    config: ModelConfig,
+    recipe: Recipe,
+    *,
+    lm_head: bool = False,
+    tokens: np.ndarray | None = None,
+    watcher: Watcher | None = None,
+) -> Iterator[tuple[str, Weight]]:
+    """Quantizes a model weight by weight.
+
+    Args:
+      weights: names and weights in the order of `specjax.weight_names.weight_shapes`.
+      config: of the model before quantization.
+      recipe: the method.
+      lm_head: quantize the output projection too.
+      tokens: int32[S, T], the calibration text; None for a method that needs none.
+      watcher: follows the run.
+
+    Returns:
+      An iterator over the names and weights of the model with `quantized_config(...)`.
+
+    Raises:
+      ValueError: a weight is quantized already, or the model rotated.
+    """
+    watcher = Watcher() if watcher is None else watcher
+    parts: Iterator[dict[str, Any]] = (
+        dict(group) for _, group in itertools.groupby(weights, key=_part)
+    )
+    signs = quarot.random_signs(config, SEED) if recipe.has("quarot") else None
+    tied, config = config.tie_word_embeddings, quantized_config(config, recipe, lm_head)
+    embedding = next(parts)["embedding"]
+    # Held on to only where the head is made of it: it is large.
+    head = embedding if tied and not config.tie_word_embeddings else None
+    if signs is not None:
+        embedding = quarot.rotate_rows(embedding, signs)
+    yield "embedding", embedding
+    finished, hidden = watcher.restore()
+    if tokens is not None and hidden is None:
+        hidden = embed(embedding, tokens, config)
+    del embedding
+    for index, found in zip(range(config.num_layers), parts, strict=False):
+        if index < len(finished):
+            layer = finished[index]
+        else:
+            layer = _quantize_layer(found, index, hidden, signs, recipe, config, watcher)
+            if hidden is not None:
+                step = partial(watcher.step, f"layer {index}: forward")
+                hidden = advance(layer, hidden, index, config, step)
+            watcher.keep(index, layer, hidden)
+        yield from layer_weights(layer, index)
+    final_norm = next(parts)["final_norm"]
+    yield "final_norm", final_norm if signs is None else jnp.ones_like(final_norm)
+    if not tied:
+        head = next(parts)[HEAD]
+    if head is None:
+        return
+    if signs is not None:
+        head = quarot.rotate_rows(head, final_norm.astype(jnp.float32) * signs)
+        final_norm = jnp.ones_like(final_norm)
+    if lm_head:
+        read = None if hidden is None else observe_head(final_norm, hidden, config)
+        head = recipe.round("lm_head", _plain(HEAD, head), read)
+    yield HEAD, head
+
+
+def quantized_config(config: ModelConfig, recipe: Recipe, lm_head: bool) -> ModelConfig:
+    """The configuration of the quantized model: a quantized head is never the embedding.
+
+    Raises ValueError where the recipe rotates a model that is rotated already.
+    """
+    if recipe.has("quarot"):
+        if config.hadamard:
+            raise ValueError("the model is rotated already; leave quarot out of the method")
+        config = quarot.rotated_config(config)
+    return dataclasses.replace(config, tie_word_embeddings=False) if lm_head else config
+
+
+def _part(item: tuple[str, Weight]) -> list[str]:
+    """What of the model a named weight belongs to: a layer, or something outside the layers."""
+    return item[0].split(".")[:2]
+
+
+def _quantize_layer(
+    found: dict[str, Weight],
+    index: int,
+    hidden: jax.Array | None,
+    signs: jax.Array | None,
+    recipe: Recipe,
+    config: ModelConfig,
+    watcher: Watcher,
+) -> Layer:
+    plain = {name: _plain(name, weight) for name, weight in found.items()}
+    layer, kept = layer_from_weights(plain, index), layer_from_weights(found, index)
+    statistics: LayerStatistics | None = None
+    if recipe.transforms:
+        layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer)
+    if signs is not None:
+        layer = quarot.rotate_layer(layer, signs, config)
+    if hidden is not None:
+        step = partial(watcher.step, f"layer {index}: statistics")
+        statistics = observe(layer, hidden, index, config, step)
+    if recipe.has("awq"):
+        assert statistics is not None
+        layer, statistics = scale_layer(layer, statistics, recipe.round_plainly, config)
+        watcher.step(f"layer {index}: scales")
+    if recipe.has("atom") and not config.hadamard:  # that rotation mixes the hidden features
+        assert statistics is not None
+        layer, statistics = sort_hidden(layer, statistics)
+    if recipe.transforms:
+        kept = hold(layer, config)
+    rounded: dict[str, Any] = {}
+    for name in LINEARS:
+        read = None if statistics is None else statistics[name]
+        weight = recipe.round(name, getattr(layer, name).weight, read)
+        rounded[name] = Linear(weight, getattr(kept, name).bias)
+        watcher.step(f"layer {index}: {name}")
+    return dataclasses.replace(kept, **rounded)
+
+
+def _plain(name: str, weight: Weight) -> jax.Array:
+    if isinstance(weight, Quantized):
+        raise ValueError(f"{name} is quantized already; quantize a model in 16 or 32 bits")
+    return plain_values(weight)
