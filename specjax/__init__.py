@@ -13,8 +13,11 @@ from specjax.text import generate, stream
 
 if TYPE_CHECKING:
     from checkpoints_tools.convert import convert
+    from checkpoints_tools.export import export
     from checkpoints_tools.loading import load, load_tokenizer
     from checkpoints_tools.quantize import quantize
+    from checkpoints_tools.quantize.calibration import calibration_tokens
+    from checkpoints_tools.quantize.from_files import quantize_checkpoint
     from specjax.checkpoint import save
 
 __version__ = "0.1.0"
@@ -29,22 +32,28 @@ __all__ = [
     "RopeScaling",
     "Sampling",
     "Stats",
+    "calibration_tokens",
     "convert",
     "decode",
+    "export",
     "generate",
     "load",
     "load_tokenizer",
     "quantize",
+    "quantize_checkpoint",
     "save",
     "stream",
 ]
 
 # Found when first used: most stand on this package, and need libraries that decoding does not.
 _TOOLS = {
+    "calibration_tokens": "checkpoints_tools.quantize.calibration",
     "convert": "checkpoints_tools.convert",
+    "export": "checkpoints_tools.export",
     "load": "checkpoints_tools.loading",
     "load_tokenizer": "checkpoints_tools.loading",
     "quantize": "checkpoints_tools.quantize",
+    "quantize_checkpoint": "checkpoints_tools.quantize.from_files",
     "save": "specjax.checkpoint",
 }
 

@@ -1,0 +1,104 @@
+"""`specjax convert`, `quantize` and `export`: from one directory to another."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import specjax
+from specjax.commands.options import add_group_size
+
+
+def add(commands: Any) -> None:
+    """Adds the commands to a parser's."""
+    _add_convert(
+        commands.add_parser("convert", help="Hugging Face directory -> specjax checkpoint")
+    )
+    _add_quantize(commands.add_parser("quantize", help="a model -> quantized specjax checkpoint"))
+    _add_export(commands.add_parser("export", help="specjax checkpoint -> Hugging Face directory"))
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, help="Hugging Face directory")
+    add("out", type=Path, help="where the checkpoint goes")
+    add("--quantization", metavar="METHOD", help="rtn, mxfp4, int8 …: see specjax quantize")
+    add_group_size(parser)
+    add("--lm-head", action="store_true", help="quantize the output head too")
+    add("--dtype", choices=("bfloat16", "float32"), help="of what stays unquantized")
+    parser.set_defaults(run=_convert)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", help='specjax checkpoint, or "tiny"')
+    add("out", type=Path, help="where the Hugging Face directory goes")
+    parser.set_defaults(run=_export)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", help="Hugging Face directory, specjax checkpoint, or the name of a model")
+    add("out", type=Path, help="where the checkpoint goes")
+    add(
+        "--method",
+        default="rtn",
+        help="rtn, rtn-clip, int8, mxfp4, mxfp4-even; with calibration text: gptq, "
+        "act-order+gptq, awq; awq+ and quarot+ go before others",
+    )
+    add_group_size(parser)
+    add("--bits", type=int, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
+    add("--lm-head", action="store_true", help="quantize the output head too")
+    add("--dtype", choices=("bfloat16", "float32"), help="of what stays unquantized")
+    add("--calibration", metavar="TEXT|FILE", help="calibration text, or a file that holds it")
+    add("--sequences", type=int, default=16, help="sequences taken from the calibration text")
+    add("--length", type=int, default=512, help="tokens in each")
+    parser.set_defaults(run=_quantize)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    specjax.convert(
+        options.source,
+        options.out,
+        quantization=options.quantization,
+        group_size=options.group_size,
+        lm_head=options.lm_head,
+        dtype=options.dtype,
+    )
+
+
+def _export(options: argparse.Namespace) -> None:
+    from checkpoints_tools.loading import locate  # here: other commands start without its libraries
+
+    tokenizer_dir = locate(options.source)
+    specjax.export(specjax.load(options.source), options.out, tokenizer_dir=tokenizer_dir)
+
+
+def _quantize(options: argparse.Namespace) -> None:
+    specjax.quantize_checkpoint(
+        options.source,
+        options.out,
+        options.method,
+        group_size=options.group_size,
+        bits=options.bits,
+        lm_head=options.lm_head,
+        dtype=options.dtype,
+        calibration=_calibration(options),
+    )
+
+
+def _calibration(options: argparse.Namespace) -> np.ndarray | None:
+    """The calibration text as tokens."""
+    if options.calibration is None:
+        return None
+    text = options.calibration
+    with contextlib.suppress(OSError):  # no such file, or longer than a name can be: it is the text
+        text = Path(text).read_text(encoding="utf-8")
+    tokenizer = specjax.load_tokenizer(options.source)
+    return specjax.calibration_tokens(
+        text, tokenizer, sequences=options.sequences, length=options.length
+    )

@@ -1,0 +1,172 @@
+"""`specjax generate`: continues a text, and shows where each token came from."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import specjax
+from specjax.commands.options import add_cache_bits, add_group_size, add_model
+from specjax.text import Round, TextStream, stream
+
+
+def add(commands: Any) -> None:
+    """Adds the command to a parser's."""
+    _add_generate(commands.add_parser("generate", help="continue a text, drafting and verifying"))
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("text", help="the text to continue")
+    add_model(parser)
+    add("--max-new-tokens", type=int, default=128)
+    add("--drafter", choices=("qspec", "autoregressive"), default="qspec")
+    add("--draft-length", type=int, default=3, help="tokens per draft")
+    add("--activation", choices=("a8", "a4"), default="a8", help="the draft's activations")
+    add("--quantize", metavar="METHOD", help="quantize a 16-bit model: rtn, mxfp4, int8 …")
+    add_group_size(parser)
+    add_cache_bits(parser)
+    add("--temperature", type=float, help="sample at this temperature; greedy if left out")
+    add("--top-k", type=int, help="sample from the k most probable tokens")
+    add("--top-p", type=float, help="sample from the most probable tokens that reach p together")
+    add("--seed", type=int, default=0, help="seed of the sampling")
+    add("--trace", action="store_true", help="show where each token came from")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    params = specjax.load(options.model)
+    tokenizer = specjax.load_tokenizer(options.model)
+    if options.quantize:
+        params = specjax.quantize(params, options.quantize, group_size=options.group_size)
+    drafter = _drafter(options, params)
+    prompt = tokenizer.encode(options.text)
+    sampling = _sampling(options)
+    first = begun = time.perf_counter()
+    rounds = stream(
+        params,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        drafter=drafter,
+        sampling=sampling,
+        cache_bits=options.cache_bits,
+        key=jax.random.key(options.seed) if sampling else None,
+    )
+    show = (_Trace if options.trace else _Plain)(TextStream(tokenizer, prompt))
+    seen: list[Round] = []
+    print(options.text, end="", flush=True)
+    for each in rounds:
+        if not seen:
+            first = time.perf_counter()  # the first round waits for the compiler
+        seen.append(each)
+        show(_without(each, params.config.stop_tokens))
+    show.finish()
+    seconds = time.perf_counter() - first
+    print(f"\n\n{_summary(seen, seconds, first - begun)}")
+    if options.trace:
+        print(_legend())
+
+
+def _drafter(options: argparse.Namespace, params: specjax.Params) -> specjax.Drafter:
+    if options.drafter == "autoregressive":
+        return specjax.Autoregressive()
+    drafter = specjax.QSpec(draft_length=options.draft_length, activation=options.activation)
+    try:
+        drafter.validate(params)
+    except ValueError:
+        raise ValueError(
+            f"{options.model} holds 16-bit weights, and the qspec drafter needs 4-bit ones: "
+            "add --quantize rtn, or decode it with --drafter autoregressive"
+        ) from None
+    return drafter
+
+
+def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:
+    if options.temperature is None and options.top_k is None and options.top_p is None:
+        return None
+    temperature = 1.0 if options.temperature is None else options.temperature
+    return specjax.Sampling(temperature=temperature, top_k=options.top_k, top_p=options.top_p)
+
+
+def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
+    """Speed without the first round, whose time went to compilation; and the acceptance."""
+    tokens = sum(len(each.tokens) for each in rounds)
+    accepted = sum(len(each.accepted) for each in rounds)
+    drafted = accepted + sum(len(each.rejected) for each in rounds)
+    timed = tokens - len(rounds[0].tokens)
+    parts = [f"{tokens} tokens in {len(rounds)} rounds ({tokens / len(rounds):.2f} per round)"]
+    if drafted:
+        parts.append(f"{accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})")
+    if timed:
+        parts.append(f"{timed / seconds:.1f} tokens/s")
+    return ", ".join(parts) + f" after {waited:.1f} s of preparation"
+
+
+def _without(each: Round, tokens: Sequence[int]) -> Round:
+    """A round without some tokens."""
+    return Round(
+        *([token for token in kind if token not in tokens] for kind in dataclasses.astuple(each))
+    )
+
+
+class _Plain:
+    """Prints the text as it comes."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+
+    def __call__(self, each: Round) -> None:
+        print(self._text.push(each.tokens), end="", flush=True)
+
+    def finish(self) -> None:
+        print(self._text.finish(), end="", flush=True)
+
+
+_STYLES = {  # where a token came from -> its colour, and what marks it where there are no colours
+    "accepted": ("\033[32m", "", ""),
+    "rejected": ("\033[9;31m", "[-", "-]"),
+    "given": ("\033[34m", "{+", "+}"),
+}
+
+
+class _Trace(_Plain):
+    """Prints the text coloured by where it came from, rejected drafts included (QSpec, figure 3).
+
+    A character of several tokens has the colour of the last.
+    """
+
+    def __call__(self, each: Round) -> None:
+        for token in each.accepted:
+            _print_styled("accepted", self._text.push([token]))
+        _print_styled("rejected", self._text.peek(each.rejected))
+        _print_styled("given", self._text.push(each.given))
+
+
+def _print_styled(name: str, text: str) -> None:
+    if text:
+        print(_styled(name, text), end="", flush=True)
+
+
+def _legend() -> str:
+    """What the styles mean."""
+    return ", ".join(
+        (
+            _styled("accepted", "drafted and accepted"),
+            _styled("rejected", "drafted and rejected"),
+            _styled("given", "given by the verifier"),
+        )
+    )
+
+
+def _styled(name: str, text: str) -> str:
+    colour, left, right = _STYLES[name]
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return f"{colour}{text}\033[0m"
+    return f"{left}{text}{right}"

@@ -1,0 +1,30 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """--model."""
+    help_ = '"tiny", a specjax checkpoint, or a Hugging Face directory'
+    parser.add_argument("--model", default="tiny", help=help_)
+
+
+def add_group_size(parser: argparse.ArgumentParser) -> None:
+    """--group-size."""
+    help_ = '32, 64, 128 or "none"'
+    parser.add_argument("--group-size", type=_group_size, default=128, help=help_)
+
+
+def add_cache_bits(parser: argparse.ArgumentParser) -> None:
+    """--cache-bits."""
+    help_ = "bits per KV cache entry"
+    parser.add_argument("--cache-bits", type=int, choices=(16, 8, 4), default=16, help=help_)
+
+
+def _group_size(text: str) -> int | None:
+    sizes = {"none": None, "32": 32, "64": 64, "128": 128}
+    if text not in sizes:
+        raise argparse.ArgumentTypeError(f"must be 32, 64, 128 or none, got {text!r}")
+    return sizes[text]

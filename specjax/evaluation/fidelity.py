@@ -1,0 +1,98 @@
+"""How alike a model's predictions are at two activation precisions (QSpec section 2.2, figure 2).
+
+The precise model writes; the other reads what it wrote, in one pass. What it would have drafted at
+each place, and how probable it finds the precise model's token there, says how often drafts will be
+accepted, without any drafting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.activations import check_activation
+from specjax.decoding import decode
+from specjax.drafting import Autoregressive
+from specjax.evaluation.scoring import score
+from specjax.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """One entry per generated token, over all prompts.
+
+    precise, drafted: f32[n], probabilities of the token under "a16" and under the draft's
+        activation precision.
+    accepted: bool[n], whether the draft's most probable token is the same.
+    """
+
+    precise: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+
+    def summary(self) -> dict[str, float]:
+        """The figure in numbers: shares of tokens, and the mean gap of their probabilities."""
+        return {
+            "tokens": len(self.precise),
+            "accepted": float(self.accepted.mean()),
+            "both above 0.8": float(((self.precise > 0.8) & (self.drafted > 0.8)).mean()),
+            "accepted where both are above 0.8": _share(
+                self.accepted, (self.precise > 0.8) & (self.drafted > 0.8)
+            ),
+            "mean difference of probabilities": float(np.abs(self.precise - self.drafted).mean()),
+        }
+
+
+def fidelity(
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    activation: str = "a4",
+    max_new_tokens: int = 128,
+    rows: int = 8,
+) -> Fidelity:
+    """Compares a quantized model's predictions under "a16" and under `activation`.
+
+    Args:
+      params: a quantized model.
+      prompts: token ids of every prompt.
+      activation: the draft's activation precision, "a8" or "a4".
+      max_new_tokens: tokens that the precise model writes after each prompt, at most.
+      rows: prompts per pass.
+
+    Returns:
+      Probabilities and agreement for every token written.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    check_activation(activation)
+    if len(prompts) == 0:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    parts = [
+        _compare(params, prompts[first : first + rows], activation, max_new_tokens)
+        for first in range(0, len(prompts), rows)
+    ]
+    return Fidelity(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def _compare(
+    params: Params, prompts: Sequence[Sequence[int]], activation: str, max_new_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    prompts = [list(prompt) for prompt in prompts]
+    result = decode(params, prompts, max_new_tokens=max_new_tokens, drafter=Autoregressive())
+    tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
+    places = np.arange(1, tokens.shape[1])
+    starts = np.array([len(prompt) for prompt in prompts])
+    written = (places >= starts[:, None]) & (places < lengths[:, None])
+    precise, _ = score(params, jnp.asarray(tokens))
+    drafted, best = score(params, jnp.asarray(tokens), activation=activation)
+    probabilities = (np.exp(np.asarray(x))[written] for x in (precise, drafted))
+    return *probabilities, (np.asarray(best) == tokens[:, 1:])[written]
+
+
+def _share(chosen: np.ndarray, among: np.ndarray) -> float:
+    return float(chosen[among].mean()) if among.any() else float("nan")
