@@ -15,6 +15,7 @@ from checkpoints_tools.export import export
 from checkpoints_tools.huggingface import their_name
 from checkpoints_tools.huggingface_config import read_config, write_config
 from checkpoints_tools.loading import load
+from checkpoints_tools.quantize import quantize
 from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
