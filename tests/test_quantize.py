@@ -209,7 +209,8 @@ def test_quantize_tied_head(model: Params) -> None:
 
 METHODS = {
     "rtn": Int4Weight, "rtn-clip": Int4Weight, "int8": Int8Weight, "mxfp4": Mxfp4Weight,
-    "mxfp4-even": Mxfp4Weight, "gptq": Int4Weight, "gptq-clip": Int4Weight, "act-order+gptq": Int4Weight,
+    "mxfp4-even": Mxfp4Weight, "gptq": Int4Weight, "gptq-clip": Int4Weight,
+    "act-order+gptq": Int4Weight, "act-order+gptq-clip": Int4Weight,
     "awq": Int4Weight, "awq+gptq": Int4Weight, "awq+mxfp4": Mxfp4Weight,
     "quarot": Int4Weight, "quarot+gptq": Int4Weight,
 }  # fmt: skip

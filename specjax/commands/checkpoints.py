@@ -48,7 +48,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         "--method",
         default="rtn",
         help="rtn, rtn-clip, int8, mxfp4, mxfp4-even; with calibration text: gptq, "
-        "act-order+gptq, awq; awq+ and quarot+ go before others",
+        "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others",
     )
     add_group_size(parser)
     add("--bits", type=int, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
