@@ -8,7 +8,7 @@ GPU := .venv-gpu
 .PHONY: demo test lint golden install-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
-	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 5 --trace
+	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

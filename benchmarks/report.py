@@ -151,6 +151,7 @@ SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
     ("Speed beside plain decoding", "speed", _plain),
     ("Matrix products", "kernels", _kernels),
     ("A decode step of a billion parameters", "decode_step", _plain),
+    ("Quantization schemes", "schemes", _plain),
     ("Layers unrolled or scanned", "layers", _plain),
     ("Conversion of a billion parameters", "convert_1b", _plain),
 )
