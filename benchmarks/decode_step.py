@@ -34,7 +34,7 @@ from specjax.config import ModelConfig
 from specjax.kv_cache import KVCache
 from specjax.params import Layer, Linear, Params, linear_shapes
 from specjax.sampling import greedy
-from specjax.transformer import forward, head_activation, linear, linears
+from specjax.transformer import forward, linear, linears
 
 CONFIG = ModelConfig(**peers.SHAPE, tie_word_embeddings=False, dtype="bfloat16")
 STEPS, ROUNDS = peers.STEPS, peers.ROUNDS
@@ -96,7 +96,7 @@ def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
             x = after(x, linears(x, (layer.gate, layer.up), activation)[1])
             wide = jnp.tile(x, (1, CONFIG.intermediate_size // CONFIG.hidden_size))
             x = after(x, linear(wide, layer.down, activation))
-        return after(x, linear(x, params.head, head_activation(params, activation)))
+        return after(x, linear(x, params.head, activation))
 
     x = jnp.ones((rows, CONFIG.hidden_size), jnp.bfloat16)
     return lax.fori_loop(0, STEPS, step, x)

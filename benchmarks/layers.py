@@ -26,7 +26,6 @@ from specjax.transformer import (
     _add,
     _attention_block,
     _mlp_block,
-    head_activation,
     linear,
     norm,
     rope_angles,
@@ -74,7 +73,7 @@ def _scanned(
     caches = (jnp.stack(cache.keys), jnp.stack(cache.values))
     x, caches = jax.lax.scan(block, x, (stacked, *caches))
     x = norm(x, params.final_norm, config, x.dtype)
-    logits = linear(x, params.head, head_activation(params, "a16"))
+    logits = linear(x, params.head, "a16")
     return logits, KVCache(tuple(caches[0]), tuple(caches[1]), cache.lengths)
 
 

@@ -63,7 +63,7 @@ def forward(
             params.layers[index], x, index, rope, positions, cache, mask, activation, config
         )
     x = norm(x, params.final_norm, config, x.dtype)
-    return linear(x, params.head, head_activation(params, activation)), cache
+    return linear(x, params.head, activation), cache
 
 
 class LinearInputs(NamedTuple):
@@ -101,17 +101,19 @@ def linear(x: jax.Array, layer: Linear, activation: str) -> jax.Array:
 
 
 def linears(x: jax.Array, layers: tuple[Linear, ...], activation: str) -> tuple[jax.Array, ...]:
-    """Layers that read the same x: [..., K] -> f32[..., N] each."""
-    products = matmul(x, tuple(layer.weight for layer in layers), activation)
+    """Layers that read the same x: [..., K] -> f32[..., N] each.
+
+    Those that are not quantized take x in 16 bits whatever `activation` says.
+    """
+    weights = tuple(layer.weight for layer in layers)
+    if len({isinstance(weight, Quantized) for weight in weights}) == 2:
+        return tuple(linear(x, layer, activation) for layer in layers)
+    quantized = isinstance(weights[0], Quantized)
+    products = matmul(x, weights, activation if quantized else "a16")
     return tuple(
         y if layer.bias is None else y + layer.bias.astype(jnp.float32)
         for y, layer in zip(products, layers, strict=True)
     )
-
-
-def head_activation(params: Params, activation: str) -> str:
-    """The head's precision: the pass's own if the head is quantized, else 16-bit."""
-    return activation if isinstance(params.head.weight, Quantized) else "a16"
 
 
 def norm(x: jax.Array, scale: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> jax.Array:

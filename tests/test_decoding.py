@@ -271,3 +271,17 @@ def test_bad_input_gets_one_clear_sentence(params, change, message) -> None:
 def test_choices_are_checked_when_made(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_model_with_plain_layers_among_quantized_ones() -> None:
+    """As checkpoints of other projects leave some out: those layers take 16-bit activations."""
+    plain, quantized = random_model(), quantized_model(group_size=32)
+    kept = dataclasses.replace(quantized.layers[0], q=plain.layers[0].q, down=plain.layers[0].down)
+    params = dataclasses.replace(quantized, layers=(kept, *quantized.layers[1:]))
+    prompt = random_prompts((6, 11), CONFIG.vocab_size)
+    outputs = [
+        specjax.decode(params, prompt, max_new_tokens=24, drafter=drafter, stop_tokens=())
+        for drafter in (specjax.Autoregressive(), specjax.QSpec(activation="a4"))
+    ]
+    np.testing.assert_array_equal(outputs[0].tokens, outputs[1].tokens)
+    assert int(outputs[1].stats.accepted.sum()) > 0

@@ -51,9 +51,9 @@ class QSpec:
             raise ValueError('activation of a draft must be "a8" or "a4": "a16" is the verifier\'s')
 
     def validate(self, params: Params) -> None:
-        if not all(isinstance(linear.weight, Quantized) for linear in params.linears()):
+        if not any(isinstance(linear.weight, Quantized) for linear in params.linears()):
             raise ValueError(
-                "QSpec drafts with 4-bit weights, and params hold 16-bit ones: "
+                "QSpec drafts with 4-bit weights, and params hold 16-bit ones alone: "
                 "call specjax.quantize(params) first, or pass drafter=specjax.Autoregressive()"
             )
 
