@@ -1,7 +1,8 @@
 """What only a GPU can show, in one command of less than ten minutes (`make gpu-check`).
 
-1. Numerics: every format, activation precision and awkward size, on fresh random inputs (`--seed`
-   repeats a run), against float64; and whether a row's bits depend on how many rows there are.
+1. Numerics: every format of the GPUs' own kernels, activation precision and awkward size, on fresh
+   random inputs (`--seed` repeats a run), against float64; and whether a row's bits depend on how
+   many rows there are.
 2. Exactness: whether QSpec's output on the model that ships is plain decoding's.
 3. Speed: the layers of Llama-3-8B beside the GPU's measured limits, XLA's 16-bit product and
    PyTorch's kernels (`benchmarks/kernels.py`), as many as the time allows.

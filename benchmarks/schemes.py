@@ -20,6 +20,7 @@ from tqdm import tqdm
 import specjax
 from benchmarks.common import pad, parser, table, text_prompts, write
 from checkpoints_tools.quantize.calibration import calibration_tokens
+from checkpoints_tools.quantize.recipe import Recipe
 from specjax.evaluation import perplexity
 
 # Name, method of `specjax.quantize`, its options.
@@ -30,6 +31,7 @@ SCHEMES: list[tuple[str, str, dict[str, Any]]] = [
     ("INT4 per channel, RTN", "rtn", {"group_size": None}),
     ("INT4 g128, clipped", "rtn-clip", {}),
     ("INT4 g128, GPTQ", "gptq", {}),
+    ("INT4 g128, GPTQ, clipped", "gptq-clip", {}),
     ("INT4 g128, GPTQ, act-order", "act-order+gptq", {}),
     ("INT4 g128, AWQ", "awq", {}),
     ("INT4 g128, AWQ + GPTQ", "awq+gptq", {}),
@@ -45,7 +47,6 @@ SCHEMES: list[tuple[str, str, dict[str, Any]]] = [
     ("INT2 g128, RTN", "rtn", {"bits": 2}),
     ("INT2 g128, GPTQ", "gptq", {"bits": 2}),
 ]
-NEEDS_CALIBRATION = ("gptq", "awq", "atom")
 KINDS = ("arithmetic", "python", "prose")
 ACTIVATIONS = ("a16", "a8", "a4")
 COLUMNS = (
@@ -67,7 +68,7 @@ def main() -> int:
     chosen = [each for each in SCHEMES if options.only in (None, each[1])]
     rows = [_measure("16 bits", model, text, [], options)]
     for name, method, settings in tqdm(chosen, file=sys.stderr):
-        needed = any(part in NEEDS_CALIBRATION for part in method.split("+"))
+        needed = Recipe(method, **settings).needs_calibration
         params = specjax.quantize(
             model, method, calibration=calibration if needed else None, **settings
         )

@@ -1,7 +1,7 @@
 """From a Hugging Face directory to the library's own checkpoint, quantized on the way.
 
-The source is read one tensor at a time and each is quantized before the next is read, so that the
-whole needs the memory of the quantized model and one shard, not of the original.
+The source is read one layer at a time and each is quantized before the next is read, so that the
+whole needs the memory of the quantized model, one layer and one shard, not of the original.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def convert(
     if recipe is not None:
         weights = quantize_layers(weights, config, recipe, lm_head=lm_head)
         config = quantized_config(config, recipe, lm_head)
-    checkpoint.save(collect(weights, config, dtype), out, tokenizer_dir=Path(source))
+    checkpoint.save(collect(weights, config, None), out, tokenizer_dir=Path(source))
 
 
 def collect(

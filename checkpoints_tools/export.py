@@ -6,7 +6,7 @@ Integers, zeros and scales are written as they are, so that reading the director
 same bits.
 
 Left out, because compressed-tensors has no place for it: outlier columns, columns in another order,
-and a last group that is shorter than the others.
+a last group that is shorter than the others, and rotated models.
 """
 
 from __future__ import annotations

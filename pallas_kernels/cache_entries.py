@@ -16,6 +16,12 @@ from jax import lax
 CACHE_BITS = (16, 8, 4)
 
 
+def check_cache_bits(bits: int) -> None:
+    """Raises ValueError unless `bits` is 16, 8 or 4."""
+    if type(bits) is not int or bits not in CACHE_BITS:
+        raise ValueError(f"cache_bits must be one of {CACHE_BITS}, got {bits!r}")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedEntries:

@@ -192,6 +192,15 @@ def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Arr
     return weight[indices]
 
 
+def check_plain_columns(weight: Weight) -> None:
+    """Raises ValueError for outliers or an order, which `pallas_kernels.matmul` takes care of."""
+    for name in ("outliers", "order"):
+        if getattr(weight, name, None) is not None:
+            raise ValueError(
+                f"weight must have no {name} here, got some; pallas_kernels.matmul takes care of it"
+            )
+
+
 def check_group_size(group_size: int | None) -> None:
     """Raises ValueError unless `group_size` is one that the kernels read."""
     if group_size not in GROUP_SIZES:

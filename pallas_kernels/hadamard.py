@@ -48,7 +48,14 @@ def hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
 
     Returns:
       f32[…], of the same norm along `axis`.
+
+    Raises:
+      ValueError: x has another type, or no entries along the axis.
     """
+    if x.dtype != jnp.float32 or x.ndim < 1 or x.shape[axis] < 1:
+        raise ValueError(
+            f"x must be float32 with entries along axis {axis}, got {x.dtype.name}{list(x.shape)}"
+        )
     axis %= x.ndim
     n, right = x.shape[axis], math.prod(x.shape[axis + 1 :])
     size = rotation_size(n)

@@ -53,7 +53,8 @@ def matmul(x, weight, activation="a16", *, implementation=None):
       weight: `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
         plain bf16 or f32[N, K]; or a tuple of such, which read the same x: it is quantized once.
       activation: "a16" (the weight dequantized, x as it is), "a8" or "a4" (x quantized per token
-        and group, integer products). An unquantized weight takes "a16" only.
+        and group, integer products; outlier columns take 8 bits at either, and a weight's
+        `activation_clip` holds for "a4"). An unquantized weight takes "a16" only.
       implementation: None for the platform's best, or one of `IMPLEMENTATIONS`.
 
     Returns:

@@ -13,6 +13,7 @@ from pallas_kernels.formats import (
     Mxfp4Weight,
     Quantized,
     check_group_size,
+    check_plain_columns,
     padded_inputs,
 )
 
@@ -46,17 +47,9 @@ def _check_arrays(weight: Quantized, n: int, inputs: int, groups: int) -> None:
     _check_array("scales", weight.scales, (n, groups), dtypes)
     if isinstance(weight, Int8Weight) and weight.zeros is not None:
         raise ValueError("weight of 8 bits must have no zeros here, got some")
-    if isinstance(weight, Int4Weight):
-        if weight.zeros is not None:
-            _check_array("zeros", weight.zeros, (n, groups), ("int8",))
-        if weight.outliers is not None:
-            raise ValueError(
-                "weight must have no outliers here, got some; pallas_kernels.matmul adds them"
-            )
-    if not isinstance(weight, Mxfp4Weight) and weight.order is not None:
-        raise ValueError(
-            "weight must have no order here, got one; pallas_kernels.matmul reorders x"
-        )
+    if isinstance(weight, Int4Weight) and weight.zeros is not None:
+        _check_array("zeros", weight.zeros, (n, groups), ("int8",))
+    check_plain_columns(weight)
 
 
 def _check_array(

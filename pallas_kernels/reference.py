@@ -32,6 +32,7 @@ from pallas_kernels.formats import (
     Mxfp4Weight,
     Quantized,
     Weight,
+    check_plain_columns,
     dequantize,
     e2m1_integers,
     group_scales,
@@ -47,6 +48,7 @@ _CONTRACT_LAST_PER_GROUP = (((2,), (2,)), ((1,), (1,)))
 
 def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
     """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N]. See the module's equations."""
+    check_plain_columns(weight)
     x = x.astype(jnp.float32)
     if not isinstance(weight, Quantized):
         return _over_output_chunks(lambda part: _dot(x, dequantize(part)), weight)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cache_entries import CACHE_BITS
+from pallas_kernels.cache_entries import check_cache_bits
 from specjax.acceptance import greedy_match, rejection_sample
 from specjax.checks import check_integer
 from specjax.drafting import Drafter, QSpec
@@ -179,8 +179,8 @@ def _arguments(
     max_new_tokens = check_integer("max_new_tokens", max_new_tokens)
     if cache_capacity is not None:
         cache_capacity = check_integer("cache_capacity", cache_capacity)
-    if cache_bits not in CACHE_BITS:
-        raise ValueError(f"cache_bits must be one of {CACHE_BITS}, got {cache_bits!r}")
+    cache_bits = check_integer("cache_bits", cache_bits)
+    check_cache_bits(cache_bits)
     tokens, lengths = normalize_prompt(prompt, prompt_lengths, config)
     capacity = check_limits(
         config, tokens.shape[1], max_new_tokens, drafter.draft_length, cache_capacity

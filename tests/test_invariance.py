@@ -75,15 +75,16 @@ def test_attention_ignores_neighbours_and_capacity(window: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["a16", "a8"])
-def test_forward_in_pieces(dtype: str, activation: str) -> None:
+@pytest.mark.parametrize(("bits", "hadamard"), [(16, False), (8, False), (4, True)])
+def test_forward_in_pieces(dtype: str, activation: str, bits: int, hadamard: bool) -> None:
     """Nine tokens in one pass, in pieces and alone: the same logits and the same cache."""
-    config = dataclasses.replace(CONFIG, dtype=dtype)
+    config = dataclasses.replace(CONFIG, dtype=dtype, hadamard=hadamard)
     params = quantized_model(config)
     rng = np.random.default_rng(1)
     run = jax.jit(forward, static_argnames="activation")
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, (3, 29)))
     context = jnp.array([3, 20, 11], jnp.int32)
-    cache = KVCache.create(config, 3, 64)
+    cache = KVCache.create(config, 3, 64, bits)
     _, cache = run(params, tokens[:, :20], jnp.broadcast_to(jnp.arange(20), (3, 20)), cache)
     cache = cache.with_lengths(context)
 

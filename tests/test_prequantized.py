@@ -185,7 +185,7 @@ def test_schemes_by_pattern(tmp_path: Path) -> None:
 
     config = PACKED | {
         "ignore": ["re:.*v_proj", "lm_head"],
-        "config_groups": {"a": group("re:.*self_attn", 8, 32), "b": group("Linear", 4, -1)},
+        "config_groups": {"a": group("Linear", 4, -1), "b": group("re:.*self_attn", 8, 32)},
     }
     expected = write_quantized(tmp_path, config, packer_of)
     params = load(tmp_path)

@@ -95,10 +95,14 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
             raise ValueError(f"quantization_config: {name} is not supported")
     sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
     check_option("sparsity_config.format", sparsity, ("dense",))
-    schemes = [
-        (_matcher(scheme["targets"]), _layout(scheme, fields.get("format")))
+    layouts = {
+        target: _layout(scheme, fields.get("format"))
         for scheme in fields.get("config_groups", {}).values()
-    ]
+        for target in scheme["targets"]
+    }
+    # A layer's own name goes before a pattern, and a pattern before its class.
+    ranked = sorted(layouts, key=lambda target: (target == "Linear", target.startswith("re:")))
+    schemes = [(_matcher([target]), layouts[target]) for target in ranked]
     is_ignored = _matcher(fields.get("ignore") or [])
 
     def layout_of(module: str) -> Layout | None:

@@ -27,8 +27,10 @@ from checkpoints_tools.quantize import check_calibration
 from checkpoints_tools.quantize.layerwise import Watcher, quantize_layers, quantized_config
 from checkpoints_tools.quantize.recipe import Recipe
 from checkpoints_tools.quantize.working_folder import WorkingFolder
+from pallas_kernels import cpu
+from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import Weight
-from specjax import checkpoint
+from specjax import __version__, checkpoint
 from specjax.config import ModelConfig
 from specjax.params import LINEARS, Layer
 from specjax.weight_names import named_weights
@@ -98,11 +100,19 @@ def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[st
 def _key(
     path: Path, config: ModelConfig, recipe: Recipe, lm_head: bool, tokens: np.ndarray | None
 ) -> tuple[Any, ...]:
-    """What decides the result; of the source, its files' sizes and times."""
-    files = sorted(file for file in path.rglob("*") if file.is_file())
+    """What decides the result; of the source, its files' sizes and times; of the machine, what its
+    sums depend on."""
+    path = path.resolve()
+    files = sorted(
+        file
+        for file in path.rglob("*")  # hidden ones are no part of a model: ours may lie there too
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+    )
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     text = None if tokens is None else (tokens.shape, tokens.tobytes())
-    return stamps, config, recipe, lm_head, text, jax.__version__, jax.default_backend()
+    program = __version__, jax.__version__, jax.default_backend(), cpu.available()
+    machine = instruction_sets() if cpu.available() else ()
+    return stamps, config, recipe, lm_head, text, program, machine
 
 
 class _Run(Watcher):

@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 
 from pallas_kernels.activations import LEVELS
 from pallas_kernels.cpu.native import WEIGHT_KINDS, check_available, instruction_sets
-from pallas_kernels.formats import Weight, plain_weight
+from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
 
 Buffers = tuple[jax.Array, ...]
 
@@ -53,6 +53,7 @@ def matmul(
 
 def _parts(weight: Weight) -> tuple[int, int, Buffers]:
     """A weight as src/matmul.cc reads it: kind, group size (0 for none), buffers."""
+    check_plain_columns(weight)
     weight = plain_weight(weight) if isinstance(weight, jax.Array) else weight
     name = weight.dtype.name if isinstance(weight, jax.Array) else type(weight).__name__
     group_size = getattr(weight, "group_size", None) or 0

@@ -20,7 +20,7 @@ HANDLERS = (
 )
 _NOT_BUILT = (
     "specjax was installed without a working C++ compiler: on this CPU XLA alone multiplies 4-bit "
-    "weights, some thirty to a hundred times slower; install it again with a compiler"
+    "weights, some three to twenty times slower; install it again with a compiler"
 )
 
 

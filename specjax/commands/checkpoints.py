@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     add("--bits", type=int, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
     add("--lm-head", action="store_true", help="quantize the output head too")
     add("--dtype", choices=("bfloat16", "float32"), help="of what stays unquantized")
-    add("--calibration", metavar="TEXT|FILE", help="calibration text, or a file that holds it")
+    add("--calibration", type=Path, metavar="FILE", help="a file of calibration text")
     add("--sequences", type=int, default=16, help="sequences taken from the calibration text")
     add("--length", type=int, default=512, help="tokens in each")
     parser.set_defaults(run=_quantize)
@@ -95,9 +94,7 @@ def _calibration(options: argparse.Namespace) -> np.ndarray | None:
     """The calibration text as tokens."""
     if options.calibration is None:
         return None
-    text = options.calibration
-    with contextlib.suppress(OSError):  # no such file, or longer than a name can be: it is the text
-        text = Path(text).read_text(encoding="utf-8")
+    text = options.calibration.read_text(encoding="utf-8")
     tokenizer = specjax.load_tokenizer(options.source)
     return specjax.calibration_tokens(
         text, tokenizer, sequences=options.sequences, length=options.length

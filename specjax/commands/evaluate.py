@@ -74,7 +74,7 @@ def _perplexity(options: argparse.Namespace) -> None:
     numbers = {
         "perplexity": result.perplexity,
         "nats": result.nats,
-        "bits per byte": result.nats * result.tokens / len(text.encode()) / np.log(2),
+        "bits per byte": result.nats * (len(tokens) - 1) / len(text.encode()) / np.log(2),
         "tokens": result.tokens,
     }
     if options.max_tokens is not None:
@@ -104,10 +104,19 @@ def _read_prompts(path: Path) -> list[str]:
         return lines
     texts = []
     for number, line in enumerate(lines, start=1):
-        fields = json.loads(line)
-        names = [name for name in PROMPT_FIELDS if name in fields]
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} is no valid JSON: {error}") from error
+        names = [
+            name
+            for name in PROMPT_FIELDS
+            if isinstance(fields, dict) and isinstance(fields.get(name), str)
+        ]
         if not names:
-            raise ValueError(f"line {number} of {path} has none of {', '.join(PROMPT_FIELDS)}")
+            raise ValueError(
+                f"line {number} of {path} has no text in any of {', '.join(PROMPT_FIELDS)}"
+            )
         texts.append(fields[names[0]])
     return texts
 

@@ -70,6 +70,8 @@ def fidelity(
       ValueError: an argument is out of its range.
     """
     check_activation(activation)
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}")
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, got none")
     parts = [

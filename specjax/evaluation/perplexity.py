@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from pallas_kernels.activations import check_activation
+from pallas_kernels.cache_entries import check_cache_bits
 from specjax.evaluation.scoring import score
 from specjax.params import Params
 
@@ -67,6 +68,7 @@ def perplexity(
     text = np.asarray(tokens, np.int32)
     stride = window if stride is None else stride
     check_activation(activation)
+    check_cache_bits(cache_bits)
     _check(params, text, window, stride, rows)
     batches = list(_batches(text, window, stride, rows))
     total, count = 0.0, 0

@@ -59,13 +59,4 @@ inline uint32_t multiply_only_by_tiles(Arithmetic arithmetic) {
   return sum;
 }
 
-inline Kernels tile_kernels(const char* name) {
-  Kernels kernels = avx512_bf16::kernels;
-  kernels.name = name;
-  kernels.multiply_panel = multiply_panel_by_tiles;
-  kernels.multiply = multiply_only_by_tiles;
-  kernels.operations *= kProbeCalls;
-  return kernels;
-}
-
 }  // namespace specjax::SPECJAX_ISA

@@ -115,10 +115,8 @@ void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
   parallel_for(pool, (count + run - 1) / run, [&](int64_t index) {
     float* scratch = thread_memory().reserve(kernels.attention_sizes(a, tokens).scratch);
     const int64_t end = std::min(count, (index + 1) * run);
-    const int64_t after = (index + pool.num_threads()) * run;  // most likely this thread's next run
-    for (int64_t i = index * run; i < end; ++i) {
-      const int64_t next = i + 1 < end ? i + 1 : after;
-      kernels.attend_block(a, steps[i], next < count ? &steps[next] : nullptr, scratch,
+    for (int64_t i = index * run; i < end; ++i) {  // a thread's runs are neighbours (threads.h)
+      kernels.attend_block(a, steps[i], i + 1 < count ? &steps[i + 1] : nullptr, scratch,
                            all + i * stride);
     }
   });

@@ -47,7 +47,8 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 // Whether the processor has tile products, the system saves tiles, and this process may use them.
 bool has_amx() {
   if (!has_avx512_bf16()) return false;
-  if (std::getenv("SPECJAX_AMX_EMULATED") != nullptr) return true;  // tests/test_amx.py
+  // tests/test_amx.py: an emulator stands in for the processor; without it the products would fault.
+  if (std::getenv("SPECJAX_AMX_EMULATED") != nullptr) return true;
 #if defined(__linux__)
   constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
   constexpr unsigned kTileState = 3u << 17;                       // shapes and contents

@@ -13,12 +13,17 @@ namespace specjax::SPECJAX_ISA {
 #define SPECJAX_NAME(name) SPECJAX_STRING(name)
 
 extern const Kernels kernels;
+// constexpr: what is computed when the library is loaded would run on machines that lack the
+// instructions.
 #if defined(__AMX_INT8__)
-const Kernels kernels = tile_kernels(SPECJAX_NAME(SPECJAX_ISA));
+constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
+                             multiply_panel_by_tiles, attention_sizes, attend_block, clear_sums,
+                             add_block, write_result, read_only, multiply_only_by_tiles,
+                             kProbeCalls * kProbeOperations};
 #else
-const Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
-                         multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
-                         write_result, read_only, multiply_only, kProbeOperations};
+constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
+                             multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
+                             write_result, read_only, multiply_only, kProbeOperations};
 #endif
 
 }  // namespace specjax::SPECJAX_ISA

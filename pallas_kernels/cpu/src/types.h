@@ -1,4 +1,4 @@
-// What the handlers (handlers.cc) and the kernels of every instruction set say to each other.
+// What the XLA handlers and the kernels of every instruction set say to each other.
 #pragma once
 
 #include <cstdint>
