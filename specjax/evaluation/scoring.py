@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from specjax.kv_cache import KVCache
 from specjax.params import Params
+from specjax.sampling import greedy
 from specjax.transformer import forward
 
 
@@ -34,4 +35,4 @@ def score(
     logits, _ = forward(params, tokens[:, :-1], positions, cache, activation=activation)
     given = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     log_probs = given - jax.nn.logsumexp(logits, axis=-1)
-    return log_probs, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return log_probs, greedy(logits)
