@@ -21,7 +21,8 @@ import jax
 
 import specjax
 from benchmarks.common import parser, table, write
-from specjax.decoding import _arguments, _decode, start, step
+from specjax.decoding import _arguments, _decode, start
+from specjax.rounds import step
 
 CAPACITIES = (256, 2048, 16384)
 CONTEXT = 100

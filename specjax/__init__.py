@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from specjax.config import ModelConfig, RopeScaling
 from specjax.decoding import DecodeResult, decode
-from specjax.drafting import Autoregressive, Drafter, QSpec
+from specjax.drafting import (
+    Adaptive,
+    Autoregressive,
+    Drafter,
+    DraftModel,
+    Heuristic,
+    LayerSkip,
+    MultiLevel,
+    QSpec,
+)
 from specjax.params import Params
 from specjax.sampling import Sampling
 from specjax.state import Stats
@@ -23,10 +32,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "Autoregressive",
     "DecodeResult",
+    "DraftModel",
     "Drafter",
+    "Heuristic",
+    "LayerSkip",
     "ModelConfig",
+    "MultiLevel",
     "Params",
     "QSpec",
     "RopeScaling",

@@ -1,7 +1,7 @@
 """The loop: draft, verify, accept, commit.
 
 `decode` compiles it once, as a `lax.while_loop` over a batch whose rows advance at different
-speeds. `start` and `step` are the same loop taken apart, for streaming and for tests.
+speeds. `start` and `rounds.step` are the same loop taken apart, for streaming and for tests.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cache_entries import check_cache_bits
-from specjax.acceptance import greedy_match, rejection_sample
 from specjax.checks import check_integer
 from specjax.drafting import Drafter, QSpec
 from specjax.kv_cache import KVCache
 from specjax.params import Params
 from specjax.prompts import Prompt, check_limits, check_stop_tokens, normalize_prompt
-from specjax.sampling import Sampling, probabilities
-from specjax.state import DecodeState, Proposal, Stats, Verified
-from specjax.transformer import forward
+from specjax.rounds import step
+from specjax.sampling import Sampling
+from specjax.state import DecodeState, Stats
+from specjax.transformer import prefill
 
 
 @jax.tree_util.register_dataclass
@@ -35,11 +35,13 @@ class DecodeResult:
     tokens: int32[B, T + max_new_tokens], the prompt included, padded with config.pad_id.
     lengths: int32[B], valid tokens per row, the prompt included.
     stats: counts per row.
+    levels: counts of the levels that drafted, the one below the target first; see `MultiLevel`.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     stats: Stats
+    levels: tuple[Stats, ...] = ()
 
 
 def decode(
@@ -112,53 +114,6 @@ def start(
     return _start(params, **arguments)
 
 
-@partial(jax.jit, donate_argnames="state")
-def step(params: Params, state: DecodeState, drafter: Drafter) -> tuple[DecodeState, Verified]:
-    """One round for every row: draft, verify, accept, commit. The given state is used up."""
-    proposal, state = drafter.propose(params, state)
-    accepted, emitted, cache = verify(params, state, proposal)
-    count, stopped = _count(state, accepted, emitted)
-    verified = Verified(proposal.tokens, accepted, emitted, count)
-    lengths = state.lengths + count
-    slots = state.lengths[:, None] + jnp.arange(emitted.shape[1])
-    slots = jnp.where(slots < lengths[:, None], slots, state.tokens.shape[1])  # drop the rest
-    rows = jnp.arange(emitted.shape[0])[:, None]
-    state = dataclasses.replace(
-        state,
-        tokens=state.tokens.at[rows, slots].set(emitted, mode="drop"),
-        lengths=lengths,
-        finished=state.finished | stopped | (lengths >= state.limits),
-        cache=cache.with_lengths(lengths - 1),
-        draft=drafter.observe(state.draft, verified),
-        stats=_count_round(state, verified),
-    )
-    return state, verified
-
-
-def verify(
-    params: Params, state: DecodeState, proposal: Proposal
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Scores a proposal in one precise pass, which overwrites the draft's cache entries.
-
-    Returns accepted: int32[B], emitted: int32[B, N + 1] (see `specjax.acceptance`), and the cache
-    with precise entries for the last token and every draft.
-    """
-    tokens = jnp.concatenate((state.last_tokens[:, None], proposal.tokens), axis=1)
-    positions = state.cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-    logits, cache = forward(params, tokens, positions, state.cache)
-    if state.sampling is None:
-        accepted, emitted = greedy_match(proposal.tokens, logits)
-    else:
-        assert proposal.distributions is not None
-        accepted, emitted = rejection_sample(
-            state.round_keys(purpose=1),
-            proposal.tokens,
-            proposal.distributions,
-            probabilities(logits, state.sampling),
-        )
-    return accepted, emitted, cache
-
-
 def _arguments(
     params: Params,
     prompt: Prompt,
@@ -185,7 +140,7 @@ def _arguments(
     capacity = check_limits(
         config, tokens.shape[1], max_new_tokens, drafter.draft_length, cache_capacity
     )
-    drafter.validate(params)
+    drafter.validate(params, tokens.shape[1] + max_new_tokens)
     return {
         "tokens": tokens,
         "lengths": lengths,
@@ -220,7 +175,7 @@ def _decode(params: Params, *, drafter: Drafter, **arguments: Any) -> DecodeResu
         lambda state: step(params, state, drafter)[0],
         _start(params, drafter=drafter, **arguments),
     )
-    return DecodeResult(state.tokens, state.lengths, state.stats)
+    return DecodeResult(state.tokens, state.lengths, state.stats, drafter.levels(state.draft))
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -240,9 +195,7 @@ def _start(
     """Precise cache entries of every prompt token but the last, which the first round reads."""
     rows, width = tokens.shape
     cache = KVCache.create(params.config, rows, capacity, cache_bits)
-    if width > 1:
-        positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
-        _, cache = forward(params, tokens[:, :-1], positions, cache)
+    cache = prefill(params, tokens[:, :-1], cache)
     valid = jnp.arange(width) < lengths[:, None]
     state = DecodeState(
         tokens=jnp.pad(
@@ -259,34 +212,9 @@ def _start(
         stats=Stats.zeros(rows),
         sampling=sampling,
         stop_tokens=stop_tokens,
+        vocab_size=params.config.vocab_size,
     )
-    return dataclasses.replace(state, draft=drafter.init(params, state))
-
-
-def _count(
-    state: DecodeState, accepted: jax.Array, emitted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens each row gains, int32[B], and whether a stop token is among them, bool[B]."""
-    index = jnp.arange(emitted.shape[1])
-    count = jnp.minimum(accepted + 1, state.limits - state.lengths)
-    stops = jnp.isin(emitted, jnp.array(state.stop_tokens, jnp.int32)) & (index < count[:, None])
-    stopped = jnp.any(stops, axis=1)
-    count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count)
-    return jnp.where(state.finished, 0, count), stopped & ~state.finished
-
-
-def _count_round(state: DecodeState, verified: Verified) -> Stats:
-    """The counts after a round; finished rows do not count."""
-    running = (~state.finished).astype(jnp.int32)
-    drafted = verified.proposed.shape[1]
-    stats = state.stats
-    return Stats(
-        rounds=stats.rounds + running,
-        drafted=stats.drafted + running * drafted,
-        tested=stats.tested + running * jnp.minimum(verified.accepted + 1, drafted),
-        accepted=stats.accepted + running * verified.accepted,
-        generated=stats.generated + verified.count,
-    )
+    return dataclasses.replace(state, draft=drafter.init(params, state, width))
 
 
 def _row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax.Array | None:

@@ -54,9 +54,10 @@ class KVCache:
         return self.keys[0].shape[1]
 
     @property
-    def quantized(self) -> bool:
-        """Whether entries are held at 8 or 4 bits."""
-        return isinstance(self.keys[0], QuantizedEntries)
+    def bits(self) -> int:
+        """Bits per entry: 8 or 4 where entries are quantized, 16 where they are not."""
+        first = self.keys[0]
+        return first.bits if isinstance(first, QuantizedEntries) else 16
 
     def write(self, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
         """Puts T new entries per row at its slots lengths … lengths + T - 1; `lengths` stays.

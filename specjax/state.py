@@ -55,9 +55,11 @@ class Stats:
 class DecodeState:
     """One batch in the middle of decoding. Between rounds, for every row b:
 
-        cache.lengths[b] = lengths[b] - 1
+        lengths[b] - 1 - lag <= cache.lengths[b] <= lengths[b] - 1
 
     The cache holds precise entries of all tokens but the last, which the next verification reads.
+    The target never lags. A draft model with a cache of its own does: when all its drafts were
+    accepted it has not read the last of them, nor the token that the target added.
 
     tokens: int32[B, W], prompt and output, padded.
     lengths: int32[B], valid tokens.
@@ -68,6 +70,9 @@ class DecodeState:
     draft: whatever the drafter keeps.
     stats: counts so far.
     sampling, stop_tokens: static.
+    vocab_size: entries of the target's vocabulary, in which all levels speak. Static.
+    lag: tokens before the last that the cache may lack. Static.
+    depth: levels above this one; 0 for the target's own state. Static.
     """
 
     tokens: jax.Array
@@ -80,6 +85,9 @@ class DecodeState:
     stats: Stats
     sampling: Sampling | None = dataclasses.field(metadata={"static": True})
     stop_tokens: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    lag: int = dataclasses.field(default=0, metadata={"static": True})
+    depth: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -99,10 +107,13 @@ class Proposal:
     """Tokens that a drafter proposes to follow the last one, in order.
 
     tokens: int32[B, N].
-    distributions: f32[B, N, V], what each was drawn from; None when decoding greedily.
+    counts: int32[B], how many of them are meant, from the first; None: all.
+    distributions: f32[B, N, V], what each was drawn from; None when decoding greedily, and where
+        tokens were chosen without chance.
     """
 
     tokens: jax.Array
+    counts: jax.Array | None = None
     distributions: jax.Array | None = None
 
 
@@ -111,14 +122,17 @@ class Proposal:
 class Verified:
     """What a target pass made of a proposal.
 
-    proposed: int32[B, N].
+    proposed: int32[B, N], of which the first `drafted`: int32[B] were meant.
     accepted: int32[B], leading proposals that the target kept.
     emitted: int32[B, N + 1], the row's next tokens; the first `count` are valid.
     count: int32[B], tokens gained: accepted + 1, less what a stop token or the limit cut off; 0 in
         finished rows.
+    distributions: f32[B, N + 1, V], the target's at every place; None when decoding greedily.
     """
 
     proposed: jax.Array
+    drafted: jax.Array
     accepted: jax.Array
     emitted: jax.Array
     count: jax.Array
+    distributions: jax.Array | None

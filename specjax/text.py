@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from specjax.checks import check_integer
-from specjax.decoding import decode, start, step
+from specjax.decoding import decode, start
 from specjax.drafting import Drafter, QSpec
 from specjax.params import Params
 from specjax.prompts import Prompt
+from specjax.rounds import step
 from specjax.sampling import Sampling
 from specjax.state import DecodeState
 
@@ -136,16 +137,14 @@ def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Ro
     """Runs a state of one row to its end. The given state is used up."""
     while not state.finished[0]:
         state, verified = step(params, state, drafter)
-        proposed, accepted, emitted, count = (
-            np.asarray(field)[0]
-            for field in jax.device_get(
-                (verified.proposed, verified.accepted, verified.emitted, verified.count)
-            )
+        proposed, drafted, accepted, emitted, count = (
+            np.asarray(getattr(verified, name))[0]
+            for name in ("proposed", "drafted", "accepted", "emitted", "count")
         )
         kept = min(int(accepted), int(count))
         yield Round(
             accepted=emitted[:kept].tolist(),
-            rejected=proposed[accepted:].tolist(),
+            rejected=proposed[accepted:drafted].tolist(),
             given=emitted[kept:count].tolist(),
         )
 

@@ -66,6 +66,20 @@ def forward(
     return linear(x, params.head, activation), cache
 
 
+def prefill(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache,
+    activation: str = "a16",
+    layers: tuple[int, ...] | None = None,
+) -> KVCache:
+    """The cache with the entries of a row's first tokens. int32[B, T], T = 0 allowed."""
+    if tokens.shape[1] == 0:
+        return cache
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return forward(params, tokens, positions, cache, activation=activation, layers=layers)[1]
+
+
 class LinearInputs(NamedTuple):
     """What the linear layers of a block read: [B, T, K] each. Calibration looks at it."""
 
@@ -149,7 +163,7 @@ def _attention_block(
         q = norm(q, layer.q_norm, config, jnp.float32)
         k = norm(k, layer.k_norm, config, jnp.float32)
     q, k = rotate(q, *rope), rotate(k, *rope)
-    if config.hadamard and cache.quantized:
+    if config.hadamard and cache.bits < 16:
         q, k = hadamard(q), hadamard(k)  # their product stays; keys lose less when rounded
     q, k = round_to(q, x.dtype), round_to(k, x.dtype)
     cache = cache.write(index, k, round_to(v, x.dtype))

@@ -116,7 +116,7 @@ def test_size_and_precision_fall_together() -> None:
     logits, held = {}, {}
     for bits in (16, *BITS):
         cache = KVCache.create(params.config, 1, 64, bits)
-        assert cache.quantized == (bits < 16)
+        assert cache.bits == bits
         held[bits] = sum(part.nbytes for part in jax.tree.leaves((cache.keys, cache.values)))
         logits[bits], _ = forward(params, tokens, jnp.arange(40)[None], cache)
     # Heads of 64: 128 bytes in bfloat16; 64 or 32 bytes of codes, and five of scale and zero.

@@ -11,7 +11,8 @@ import pytest
 
 import specjax
 from checkpoints_tools.quantize import quantize
-from specjax.decoding import start, step
+from specjax.decoding import start
+from specjax.rounds import step
 from tests.random_models import CONFIG, quantized_model, random_model, random_prompts
 
 PROMPTS = random_prompts((3, 7, 12), CONFIG.vocab_size)
@@ -76,7 +77,7 @@ def test_without_overwriting_fewer_drafts_are_kept_apart(params) -> None:
     for _ in range(3):
         state, _ = step(params, state, drafter)
     length = int(state.cache.lengths[0])
-    own, target = state.draft.keys[0][0, :length], state.cache.keys[0][0, :length]
+    own, target = state.draft.cache.keys[0][0, :length], state.cache.keys[0][0, :length]
     prompt = len(PROMPTS[0]) - 1
     np.testing.assert_array_equal(own[:prompt], target[:prompt])  # the prefill is shared
     assert np.any(np.asarray(own[prompt:]) != np.asarray(target[prompt:]))

@@ -76,7 +76,7 @@ def test_greedy_match_by_brute_force() -> None:
     logits = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
     choices = logits.argmax(-1)
     accepted, emitted = greedy_match(
-        jnp.asarray(drafts), jnp.broadcast_to(jnp.asarray(logits), (27, 4, 3))
+        jnp.asarray(drafts), jnp.full(27, 3), jnp.broadcast_to(jnp.asarray(logits), (27, 4, 3))
     )
     for draft, count, tokens in zip(drafts, accepted, emitted, strict=True):
         expected = 0
@@ -103,6 +103,7 @@ def test_rejection_sampling_has_the_targets_distribution() -> None:
         accepted, emitted = rejection_sample(
             decide[None],
             tokens[None].astype(jnp.int32),
+            jnp.array([2]),
             jnp.asarray(draft[None, :2], jnp.float32),
             jnp.asarray(target[None], jnp.float32),
         )

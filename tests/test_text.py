@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.decoding import step
+from specjax.rounds import step
 from specjax.text import TextStream
 from tests.random_models import CONFIG, quantized_model
 

@@ -79,7 +79,7 @@ def _drafter(options: argparse.Namespace, params: specjax.Params) -> specjax.Dra
         return specjax.Autoregressive()
     drafter = specjax.QSpec(draft_length=options.draft_length, activation=options.activation)
     try:
-        drafter.validate(params)
+        drafter.validate(params, positions=0)
     except ValueError:
         raise ValueError(
             f"{options.model} holds 16-bit weights, and the qspec drafter needs 4-bit ones: "

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Verified
+from specjax.state import DecodeState, Proposal, Stats, Verified
 
 
 @jax.tree_util.register_dataclass
@@ -24,18 +24,17 @@ class Autoregressive:
     def draft_length(self) -> int:
         return 0
 
-    def validate(self, params: Params) -> None:
+    def validate(self, params: Params, positions: int) -> None:
         """Every model can be decoded so."""
 
-    def init(self, params: Params, state: DecodeState) -> None:
+    def init(self, params: Params, state: DecodeState, width: int) -> None:
         return None
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
-        rows = state.tokens.shape[0]
-        distributions = None
-        if state.sampling is not None:
-            distributions = jnp.zeros((rows, 0, params.config.vocab_size))
-        return Proposal(jnp.zeros((rows, 0), jnp.int32), distributions), state
+        return Proposal(jnp.zeros((state.tokens.shape[0], 0), jnp.int32)), state
 
     def observe(self, draft: None, verified: Verified) -> None:
         return None
+
+    def levels(self, draft: None) -> tuple[Stats, ...]:
+        return ()

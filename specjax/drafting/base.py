@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Verified
+from specjax.state import DecodeState, Proposal, Stats, Verified
 
 
 @runtime_checkable
@@ -18,20 +18,30 @@ class Drafter(Protocol):
 
     @property
     def draft_length(self) -> int:
-        """Tokens proposed per round, N."""
+        """The most tokens proposed per round, N."""
 
-    def validate(self, params: Params) -> None:
-        """Raises ValueError where the model cannot be drafted for in this way."""
+    def validate(self, params: Params, positions: int) -> None:
+        """Raises ValueError where the model cannot be drafted for in this way.
 
-    def init(self, params: Params, state: DecodeState) -> Any:
-        """The drafter's own state, a pytree; None where it keeps nothing."""
+        positions: tokens per row that decoding may reach.
+        """
+
+    def init(self, params: Params, state: DecodeState, width: int) -> Any:
+        """The drafter's own state, a pytree; None where it keeps nothing.
+
+        width: the prompts end within the first `width` of the state's tokens.
+        """
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
-        """N tokens per row to follow `state.last_tokens`.
+        """Tokens to follow `state.last_tokens`.
 
-        The state comes back with what drafting changed: scratch slots of the cache (those at
-        cache.lengths and above; the lengths themselves as they were) and `draft`.
+        `params` is the model that will verify them: the target, or the level above. The state comes
+        back with what drafting changed: scratch slots of the cache (those at cache.lengths and
+        above; the lengths themselves as they were) and `draft`.
         """
 
     def observe(self, draft: Any, verified: Verified) -> Any:
         """The drafter's state after the target has spoken."""
+
+    def levels(self, draft: Any) -> tuple[Stats, ...]:
+        """Counts of the drafter's own rounds of draft and verification, the upper levels first."""

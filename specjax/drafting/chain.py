@@ -1,0 +1,234 @@
+"""Drafting one token after another with a model: what QSpec, LayerSkip and DraftModel share.
+
+They differ in the weights, layers and precision of the pass that drafts, and in whether it shares
+the target's KV cache (whose entries the verification then overwrites) or keeps its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.activations import check_activation
+from specjax.checks import check_integer
+from specjax.drafting.schedules import Schedule
+from specjax.kv_cache import KVCache
+from specjax.params import Params
+from specjax.rounds import fit_vocabulary, score
+from specjax.sampling import draw, greedy, probabilities, seen_tokens
+from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.transformer import forward, prefill
+
+
+class ChainState(NamedTuple):
+    """What a drafting model keeps: its own cache, if it has one, and its schedule's state."""
+
+    cache: KVCache | None
+    schedule: Any
+
+
+class ChainDrafter:
+    """Base of the drafters that run a model. Its dataclasses hold some of these fields:
+
+    draft_length: the most tokens per draft.
+    activation: activation precision of the drafting pass.
+    layers: the layers it runs; None: all.
+    confidence: a row's draft ends with the first token that the drafting model gives a smaller
+        probability than this; None: never before its length.
+    schedule: how many tokens to draft; None: always draft_length.
+    """
+
+    draft_length: int
+    activation: str
+    layers: tuple[int, ...] | None = None
+    confidence: float | None = None
+    schedule: Schedule | None = None
+    own_cache: ClassVar[bool] = False
+
+    def model(self, params: Params) -> Params:
+        """The model that drafts for `params`."""
+        return params
+
+    def validate(self, params: Params, positions: int) -> None:
+        raise NotImplementedError
+
+    def init(self, params: Params, state: DecodeState, width: int) -> ChainState:
+        rows = state.tokens.shape[0]
+        schedule = None if self.schedule is None else self.schedule.init(rows, self.draft_length)
+        return ChainState(self._first_cache(params, state, width), schedule)
+
+    def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
+        level = self.enter(state.draft, state)
+        proposal, cache = draft_chain(
+            self.model(params), level, self.draft_length, self.wanted(state.draft, state),
+            self.confidence, self.activation, self.layers,
+        )  # fmt: skip
+        drafted = self.draft_length if proposal.counts is None else proposal.counts
+        draft, cache = self.leave(state.draft, state, cache, state.lengths - 1 + drafted)
+        return proposal, dataclasses.replace(state, cache=cache, draft=draft)
+
+    def observe(self, draft: ChainState, verified: Verified) -> ChainState:
+        if self.schedule is None:
+            return draft
+        return draft._replace(schedule=self.schedule.update(draft.schedule, verified))
+
+    def levels(self, draft: ChainState) -> tuple[Stats, ...]:
+        return ()
+
+    def enter(self, draft: ChainState, state: DecodeState) -> DecodeState:
+        """The state as the drafting model sees it: with the cache that it reads and writes."""
+        if draft.cache is None:
+            return state
+        # Of what was drafted, only the accepted tokens' entries hold.
+        cached = jnp.minimum(draft.cache.lengths, state.lengths - 1)
+        cache = draft.cache.with_lengths(cached)
+        return dataclasses.replace(state, cache=cache, lag=state.depth + 1)
+
+    def leave(
+        self, draft: ChainState, state: DecodeState, cache: KVCache, filled: jax.Array
+    ) -> tuple[ChainState, KVCache]:
+        """Puts away the cache that `enter` gave out, with entries in its first `filled` slots.
+
+        Returns the drafter's state, and the cache of the level above.
+        """
+        if draft.cache is None:
+            return draft, cache.with_lengths(state.cache.lengths)
+        return draft._replace(cache=cache.with_lengths(filled)), state.cache
+
+    def wanted(self, draft: ChainState, state: DecodeState) -> jax.Array | None:
+        """Tokens to draft, int32[B]: what the schedule says, within the row's limit; or None."""
+        if self.schedule is None:
+            return None
+        lengths = self.schedule.lengths(draft.schedule, self.draft_length)
+        return jnp.clip(lengths, 1, jnp.maximum(state.limits - state.lengths - 1, 1))
+
+    def _first_cache(self, params: Params, state: DecodeState, width: int) -> KVCache | None:
+        if not self.own_cache:
+            return None
+        model = self.model(params)
+        rows = state.tokens.shape[0]
+        cache = KVCache.create(model.config, rows, state.cache.capacity, state.cache.bits)
+        cache = prefill(model, state.tokens[:, : width - 1], cache, self.activation, self.layers)
+        return cache.with_lengths(state.lengths - 1)
+
+
+def check_chain(drafter: ChainDrafter) -> None:
+    """Raises ValueError where a field of a chain drafter is out of its range."""
+    if check_integer("draft_length", drafter.draft_length) < 1:
+        raise ValueError(
+            f"draft_length must be at least 1, got {drafter.draft_length}; "
+            "Autoregressive() decodes without drafts"
+        )
+    check_activation(drafter.activation)
+    confidence = drafter.confidence
+    if confidence is not None and not (isinstance(confidence, int | float) and 0 < confidence <= 1):
+        raise ValueError(f"confidence must be in (0, 1] or None, got {confidence!r}")
+
+
+class _Chain(NamedTuple):
+    """A draft of `drafted` passes so far. The next one reads `token`: int32[B]."""
+
+    drafted: jax.Array
+    token: jax.Array
+    drafting: jax.Array
+    counts: jax.Array
+    tokens: jax.Array
+    distributions: jax.Array | None
+    seen: jax.Array | None
+    cache: KVCache
+
+
+def draft_chain(
+    params: Params,
+    state: DecodeState,
+    length: int,
+    wanted: jax.Array | None,
+    confidence: float | None,
+    activation: str,
+    layers: tuple[int, ...] | None,
+) -> tuple[Proposal, KVCache]:
+    """Up to `length` tokens per row, drawn one after another.
+
+    wanted: int32[B] in 1 … length, where each row ends; None: at `length`.
+
+    Returns the proposal, and the cache with the entries of what the passes read.
+    """
+    dynamic = wanted is not None or confidence is not None
+
+    def extend(chain: _Chain, logits: jax.Array, cache: KVCache) -> _Chain:
+        """The chain with the token that these logits, f32[B, V], give."""
+        token, distribution, probability = _choose(logits, state, chain)
+        counts = chain.counts + chain.drafting
+        drafting = chain.drafting
+        if wanted is not None:
+            drafting &= counts < wanted
+        if confidence is not None:
+            drafting &= probability >= confidence
+        seen, distributions = chain.seen, chain.distributions
+        if seen is not None:
+            seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+        if distributions is not None:
+            distributions = distributions.at[:, chain.drafted].set(distribution)
+        tokens = chain.tokens.at[:, chain.drafted].set(token)
+        return _Chain(
+            chain.drafted + 1, token, drafting, counts, tokens, distributions, seen, cache
+        )
+
+    def one_pass(chain: _Chain) -> _Chain:
+        cache = chain.cache.with_lengths(state.lengths - 1 + chain.drafted)
+        logits, cache = forward(
+            params, chain.token[:, None], cache.lengths[:, None], cache,
+            activation=activation, layers=layers,
+        )  # fmt: skip
+        return extend(chain, fit_vocabulary(logits[:, 0], state.vocab_size), cache)
+
+    def more(chain: _Chain) -> jax.Array:
+        return (chain.drafted < length) & jnp.any(chain.drafting)
+
+    chain = _begin(state, length)
+    if state.lag:  # what the cache lacks goes first, in one pass
+        logits, cache = score(params, state, chain.tokens[:, :0], activation, layers)
+        chain = extend(chain, logits[:, 0], cache)
+    chain = lax.while_loop(more, one_pass, chain)
+    counts = chain.counts if dynamic else None
+    return Proposal(chain.tokens, counts, chain.distributions), chain.cache
+
+
+def _begin(state: DecodeState, length: int) -> _Chain:
+    """The empty chain. A finished row does not draft, and keeps no other row waiting."""
+    rows, _ = state.tokens.shape
+    none = jnp.zeros((rows, 0), jnp.int32)
+    seen = distributions = None
+    if state.sampling is not None:
+        distributions = jnp.zeros((rows, length, state.vocab_size))
+        if state.sampling.repetition_penalty is not None:
+            seen = seen_tokens(state.tokens, state.lengths, none, state.vocab_size)[:, 0]
+    return _Chain(
+        drafted=jnp.int32(0),
+        token=state.last_tokens,
+        drafting=~state.finished,
+        counts=jnp.zeros(rows, jnp.int32),
+        tokens=jnp.zeros((rows, length), jnp.int32),
+        distributions=distributions,
+        seen=seen,
+        cache=state.cache,
+    )
+
+
+def _choose(
+    logits: jax.Array, state: DecodeState, chain: _Chain
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """The next token of each row, what it was drawn from, and its probability. f32[B, V] in."""
+    if state.sampling is None:
+        token = greedy(logits)
+        most = jnp.max(logits, axis=-1, keepdims=True)
+        return token, None, 1 / jnp.sum(jnp.exp(logits - most), axis=-1)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(state.round_keys(purpose=0), chain.drafted)
+    distribution = probabilities(logits, state.sampling, chain.seen)
+    token = draw(keys, distribution)
+    probability = jnp.take_along_axis(distribution, token[:, None], axis=1)[:, 0]
+    return token, distribution, probability

@@ -1,0 +1,79 @@
+"""A second model drafts: a smaller one, or the target's own weights quantized.
+
+A quantized cast of the target (ML-SpecQD, section III) reads a quarter of its bytes, which is what
+counts where memory bounds the pass. It may share the target's KV cache, as QSpec's draft does: its
+entries are overwritten by the verification, and it drafts from the target's own. A model of another
+shape keeps a cache of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from specjax.config import ModelConfig
+from specjax.drafting.chain import ChainDrafter, check_chain
+from specjax.drafting.schedules import Schedule
+from specjax.params import Params
+
+_CACHE_FIELDS = (
+    "num_layers", "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "hadamard", "dtype",
+)  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftModel(ChainDrafter):
+    """Drafts with another model of the same tokenizer; its vocabulary may be padded differently.
+
+    params: the drafting model, for example `specjax.quantize(target, "mxfp4")`.
+    draft_length: the most tokens per draft.
+    activation: the draft's activation precision.
+    share_cache: draft from the target's KV cache. For a draft made of the target's own weights.
+    confidence: a row's draft ends with a token of smaller probability than this; None: never.
+    schedule: how many of draft_length tokens to draft; None: all.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    params: Params = dataclasses.field(repr=False)
+    draft_length: int = dataclasses.field(default=5, metadata={"static": True})
+    activation: str = dataclasses.field(default="a16", metadata={"static": True})
+    share_cache: bool = dataclasses.field(default=False, metadata={"static": True})
+    confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
+    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_chain(self)
+
+    @property
+    def own_cache(self) -> bool:  # type: ignore[override]
+        return not self.share_cache
+
+    def model(self, params: Params) -> Params:
+        return self.params
+
+    def validate(self, params: Params, positions: int) -> None:
+        if not isinstance(self.params, Params):
+            raise ValueError(
+                f"params of a DraftModel must be what specjax.load returns, got {self.params!r}"
+            )
+        config = self.params.config
+        if self.share_cache:
+            _check_same_cache(config, params.config)
+        if positions > config.max_position_embeddings:
+            raise ValueError(
+                f"prompt and max_new_tokens make {positions} positions; the draft model has "
+                f"{config.max_position_embeddings}"
+            )
+
+
+def _check_same_cache(draft: ModelConfig, target: ModelConfig) -> None:
+    for field in _CACHE_FIELDS:
+        ours, theirs = getattr(draft, field), getattr(target, field)
+        if ours != theirs:
+            raise ValueError(
+                f"share_cache needs a draft made of the target's weights: {field} is {ours!r} in "
+                f"the draft model and {theirs!r} in the target"
+            )

@@ -1,0 +1,55 @@
+"""Layer skipping: the target drafts with some of its layers.
+
+The draft shares the weights and the KV cache. It reads the entries of its own layers alone; those
+of the layers that it skipped are written by the verification, together with all the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+
+from specjax.checks import check_integer
+from specjax.drafting.chain import ChainDrafter, check_chain
+from specjax.drafting.schedules import Schedule
+from specjax.params import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerSkip(ChainDrafter):
+    """Drafts with a subset of the target's layers.
+
+    layers: their numbers, in order; `every_other` and `specjax.planning.search_layers` find some.
+    draft_length: the most tokens per draft.
+    activation: the draft's activation precision; "a8" and "a4" combine skipping with QSpec.
+    confidence: a row's draft ends with a token of smaller probability than this; None: never.
+    schedule: how many of draft_length tokens to draft; None: all.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    draft_length: int = dataclasses.field(default=3, metadata={"static": True})
+    activation: str = dataclasses.field(default="a16", metadata={"static": True})
+    confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
+    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_chain(self)
+        layers = tuple(check_integer("a layer", layer) for layer in self.layers)
+        object.__setattr__(self, "layers", layers)  # a list hashes no better than it reads
+        if not layers or any(low >= high for low, high in itertools.pairwise(layers)):
+            raise ValueError(f"layers must be rising layer numbers, at least one, got {layers}")
+
+    @classmethod
+    def every_other(cls, params: Params, **options: object) -> LayerSkip:
+        """Drafts with layers 0, 2, 4 … of a model."""
+        return cls(tuple(range(0, params.config.num_layers, 2)), **options)  # type: ignore[arg-type]
+
+    def validate(self, params: Params, positions: int) -> None:
+        count = params.config.num_layers
+        if self.layers[0] < 0 or self.layers[-1] >= count:
+            raise ValueError(f"layers must be in 0 … {count - 1}, the model's, got {self.layers}")

@@ -1,0 +1,144 @@
+"""Several levels: a drafting model is itself drafted for (ML-SpecQD, section III).
+
+Every level below the target is a loop of rounds like the target's own: what is cheaper than the
+level's model proposes, the level's model verifies, until each row has its drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.drafting.base import Drafter
+from specjax.drafting.chain import ChainDrafter, ChainState
+from specjax.params import Params
+from specjax.rounds import step
+from specjax.state import DecodeState, Proposal, Stats, Verified
+
+
+class MultiLevelState(NamedTuple):
+    """outer, inner: the two drafters' own states; stats: of the rounds between them."""
+
+    outer: ChainState
+    inner: object
+    stats: Stats
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MultiLevel:
+    """`outer` drafts for the target, `inner` for `outer`. Both may be MultiLevel's parts again.
+
+    outer: a drafter that runs a model: DraftModel, QSpec or LayerSkip. Its draft_length is that of
+        the whole; its confidence is of no use here, as its tokens come several at once.
+    inner: any drafter.
+
+    Stats of the level between them are `DecodeResult.levels`.
+
+    Raises ValueError where `outer` cannot be drafted for.
+    """
+
+    outer: ChainDrafter
+    inner: Drafter
+
+    def __post_init__(self) -> None:
+        # What jax puts in place of a drafter while it takes the tree apart is no drafter.
+        if isinstance(self.outer, Drafter) and not isinstance(self.outer, ChainDrafter):
+            raise ValueError(
+                f"outer must draft with a model (DraftModel, QSpec, LayerSkip), got {self.outer!r}"
+            )
+        if isinstance(self.outer, ChainDrafter) and self.outer.confidence is not None:
+            raise ValueError("outer of a MultiLevel takes no confidence: it verifies whole drafts")
+
+    @classmethod
+    def of(cls, levels: Sequence[Drafter]) -> Drafter:
+        """Drafters from the target's own down to the cheapest, nested.
+
+        Raises ValueError where there are none, or one is there twice.
+        """
+        if not levels:
+            raise ValueError("levels must name at least one drafter, got none")
+        if len({id(level) for level in levels}) < len(levels):
+            raise ValueError("levels hold one drafter twice: no level can draft for itself")
+        return reduce(lambda inner, outer: cls(outer, inner), reversed(levels))  # type: ignore[arg-type]
+
+    @property
+    def draft_length(self) -> int:
+        return self.outer.draft_length
+
+    def validate(self, params: Params, positions: int) -> None:
+        self.outer.validate(params, positions)
+        self.inner.validate(self.outer.model(params), positions)
+
+    def init(self, params: Params, state: DecodeState, width: int) -> MultiLevelState:
+        outer = self.outer.init(params, state, width)
+        stats = Stats.zeros(state.tokens.shape[0])
+        level = self._enter(MultiLevelState(outer, None, stats), state)
+        inner = self.inner.init(self.outer.model(params), level, width)
+        return MultiLevelState(outer, inner, stats)
+
+    def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
+        model, outer = self.outer.model(params), self.outer
+        level = self._enter(state.draft, state)
+
+        def one_round(carry):
+            level, distributions = carry
+            before = level.lengths
+            level, verified = step(model, level, self.inner, outer.activation, outer.layers)
+            if distributions is not None:
+                distributions = _record(distributions, verified, before - state.lengths)
+            return level, distributions
+
+        distributions = None
+        if state.sampling is not None:
+            distributions = jnp.zeros((*state.finished.shape, self.draft_length, state.vocab_size))
+        level, distributions = lax.while_loop(
+            lambda carry: ~jnp.all(carry[0].finished), one_round, (level, distributions)
+        )
+        drafted = state.lengths[:, None] + jnp.arange(self.draft_length)
+        tokens = jnp.take_along_axis(level.tokens, drafted, axis=1)
+        counts = None if outer.schedule is None else level.lengths - state.lengths
+        kept, cache = outer.leave(state.draft.outer, state, level.cache, level.cache.lengths)
+        draft = MultiLevelState(kept, level.draft, level.stats)
+        proposal = Proposal(tokens, counts, distributions)
+        return proposal, dataclasses.replace(state, cache=cache, draft=draft)
+
+    def observe(self, draft: MultiLevelState, verified: Verified) -> MultiLevelState:
+        return draft._replace(outer=self.outer.observe(draft.outer, verified))
+
+    def levels(self, draft: MultiLevelState) -> tuple[Stats, ...]:
+        return (draft.stats, *self.inner.levels(draft.inner))
+
+    def _enter(self, draft: MultiLevelState, state: DecodeState) -> DecodeState:
+        """The state of the level between: it ends when each row has its drafts."""
+        level = self.outer.enter(draft.outer, state)
+        wanted = self.outer.wanted(draft.outer, state)
+        keys = state.keys
+        if keys is not None:  # apart from those of any round above
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 2**31 - 1)
+        return dataclasses.replace(
+            level,
+            tokens=jnp.pad(state.tokens, ((0, 0), (0, self.draft_length))),
+            limits=state.lengths + (self.draft_length if wanted is None else wanted),
+            keys=keys,
+            draft=draft.inner,
+            stats=draft.stats,
+            stop_tokens=(),
+            depth=state.depth + 1,
+        )
+
+
+def _record(distributions: jax.Array, verified: Verified, first: jax.Array) -> jax.Array:
+    """Puts what a round's tokens were drawn from at places first … first + count - 1 of a row."""
+    rows, length, _ = distributions.shape
+    index = jnp.arange(verified.emitted.shape[1])
+    places = jnp.where(index < verified.count[:, None], first[:, None] + index, length)
+    return distributions.at[jnp.arange(rows)[:, None], places].set(
+        verified.distributions, mode="drop"
+    )

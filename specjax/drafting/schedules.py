@@ -1,0 +1,93 @@
+"""How many tokens to draft: a limit per row and round, from how earlier drafts fared.
+
+A drafter's `draft_length` is the most; without a schedule it is what every round drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specjax.state import Verified
+
+
+class Schedule(Protocol):
+    """A frozen dataclass registered as a pytree. Its state is a pytree of [B, …] arrays."""
+
+    def init(self, rows: int, longest: int) -> Any:
+        """The state before the first round."""
+
+    def lengths(self, state: Any, longest: int) -> jax.Array:
+        """Tokens to draft now, int32[B] in 1 … longest."""
+
+    def update(self, state: Any, verified: Verified) -> Any:
+        """The state after a round."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Heuristic:
+    """Two tokens more after a draft that was accepted whole, one less after any other.
+
+    The rule of Hugging Face's assisted generation; it begins with 5.
+    """
+
+    def init(self, rows: int, longest: int) -> jax.Array:
+        return jnp.full(rows, min(5, longest), jnp.int32)
+
+    def lengths(self, state: jax.Array, longest: int) -> jax.Array:
+        return state
+
+    def update(self, state: jax.Array, verified: Verified) -> jax.Array:
+        longest = verified.proposed.shape[1]
+        whole = verified.accepted >= verified.drafted
+        moved = jnp.clip(jnp.where(whole, state + 2, state - 1), 1, longest)
+        return jnp.where(verified.count == 0, state, moved)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """The length that promises the most tokens per second, from the acceptance measured so far.
+
+    With α the probability that a draft is kept given that those before it were, n drafts gain
+    (1 - αⁿ⁺¹) / (1 - α) tokens (Leviathan et al. 2023, equation 1) and take n · draft_cost +
+    1 + n · row_cost of the time of a plain pass.
+
+    draft_cost: time of one draft pass over that of one target pass.
+    row_cost: what every draft adds to the time of the verifying pass, in the same unit.
+    memory: over how many recent drafts, about, α is averaged.
+
+    Raises ValueError where a field is out of its range. `specjax.planning` measures the costs.
+    """
+
+    draft_cost: float = dataclasses.field(default=0.25, metadata={"static": True})
+    row_cost: float = dataclasses.field(default=0.02, metadata={"static": True})
+    memory: float = dataclasses.field(default=32.0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in ("draft_cost", "row_cost"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+        if not 1 <= self.memory < float("inf"):
+            raise ValueError(f"memory must be at least 1 draft, got {self.memory!r}")
+
+    def init(self, rows: int, longest: int) -> jax.Array:
+        """f32[B, 2]: recent drafts kept and tested, as if 4 of 5 had been kept before."""
+        return jnp.tile(jnp.array([4.0, 5.0]), (rows, 1))
+
+    def lengths(self, state: jax.Array, longest: int) -> jax.Array:
+        kept = (state[:, 0] / state[:, 1])[:, None]
+        n = jnp.arange(1, longest + 1)
+        gain = 1 + jnp.cumsum(kept**n, axis=1)
+        cost = 1 + n * (self.draft_cost + self.row_cost)
+        return (jnp.argmax(gain / cost, axis=1) + 1).astype(jnp.int32)
+
+    def update(self, state: jax.Array, verified: Verified) -> jax.Array:
+        tested = jnp.minimum(verified.accepted + 1, verified.drafted)
+        fade = (1 - 1 / self.memory) ** tested[:, None]
+        moved = state * fade + jnp.stack((verified.accepted, tested), axis=1)
+        return jnp.where((verified.count == 0)[:, None], state, moved)

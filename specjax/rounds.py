@@ -1,0 +1,201 @@
+"""One round for every row: draft, verify, accept, commit.
+
+`decode` repeats it, and so does every level of `MultiLevel` with the model below: each is a target
+to the drafter that proposes for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.acceptance import greedy_match, rejection_sample
+from specjax.kv_cache import KVCache
+from specjax.params import Params
+from specjax.sampling import probabilities, seen_tokens
+from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.transformer import forward
+
+if TYPE_CHECKING:
+    from specjax.drafting import Drafter
+
+
+@partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
+def step(
+    params: Params,
+    state: DecodeState,
+    drafter: Drafter,
+    activation: str = "a16",
+    layers: tuple[int, ...] | None = None,
+) -> tuple[DecodeState, Verified]:
+    """One round. The given state is used up.
+
+    activation, layers: how the verifying pass runs; a level that only drafts for another may be
+    less precise than the target.
+    """
+    proposal, state = drafter.propose(params, state)
+    verified, cache = verify(params, state, proposal, activation, layers)
+    count, stopped = _count(state, verified)
+    verified = dataclasses.replace(verified, count=count)
+    lengths = state.lengths + count
+    slots = state.lengths[:, None] + jnp.arange(verified.emitted.shape[1])
+    slots = jnp.where(slots < lengths[:, None], slots, state.tokens.shape[1])  # drop the rest
+    rows = jnp.arange(slots.shape[0])[:, None]
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, slots].set(verified.emitted, mode="drop"),
+        lengths=lengths,
+        finished=state.finished | stopped | (lengths >= state.limits),
+        cache=cache.with_lengths(lengths - 1),
+        draft=drafter.observe(state.draft, verified),
+        stats=_count_round(state, verified),
+    )
+    return state, verified
+
+
+def verify(
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    activation: str = "a16",
+    layers: tuple[int, ...] | None = None,
+) -> tuple[Verified, KVCache]:
+    """Scores a proposal in one pass, which overwrites the draft's cache entries.
+
+    Returns what came of it (`count` is the caller's to find) and the cache, with entries of this
+    pass for every token up to the last draft.
+    """
+    logits, cache = _score_proposal(params, state, proposal, activation, layers)
+    counts = proposal.counts
+    drafted = jnp.full_like(state.lengths, proposal.tokens.shape[1]) if counts is None else counts
+    distributions = None
+    if state.sampling is None:
+        accepted, emitted = greedy_match(proposal.tokens, drafted, logits)
+    else:
+        seen = None
+        if state.sampling.repetition_penalty is not None:
+            seen = seen_tokens(state.tokens, state.lengths, proposal.tokens, state.vocab_size)
+        distributions = probabilities(logits, state.sampling, seen)
+        accepted, emitted = rejection_sample(
+            state.round_keys(purpose=1),
+            proposal.tokens,
+            drafted,
+            proposal.distributions,
+            distributions,
+        )
+    verified = Verified(proposal.tokens, drafted, accepted, emitted, accepted, distributions)
+    return verified, cache
+
+
+def score(
+    params: Params,
+    state: DecodeState,
+    following: jax.Array,
+    activation: str,
+    layers: tuple[int, ...] | None,
+) -> tuple[jax.Array, KVCache]:
+    """Logits after the last token and after each of `following`, from one pass over those.
+
+    The pass begins at the first token that the cache lacks. following: int32[B, N].
+
+    Returns f32[B, N + 1, V], and the cache with the pass's entries; `lengths` as they were.
+    """
+    n = following.shape[1]
+    cached = state.cache.lengths[:, None]
+    positions = cached + jnp.arange(state.lag + 1 + n)
+    known = jnp.minimum(positions, state.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(state.tokens, known, axis=1)
+    if n:
+        index = positions - state.lengths[:, None]
+        drafted = jnp.take_along_axis(following, jnp.clip(index, 0, n - 1), axis=1)
+        tokens = jnp.where(index < 0, tokens, drafted)
+    logits, cache = forward(
+        params, tokens, positions, state.cache, activation=activation, layers=layers
+    )
+    if state.lag:
+        last = state.lengths[:, None] - 1 - cached
+        logits = jnp.take_along_axis(logits, (last + jnp.arange(n + 1))[..., None], axis=1)
+    return fit_vocabulary(logits, state.vocab_size), cache
+
+
+def fit_vocabulary(logits: jax.Array, size: int) -> jax.Array:
+    """Logits over the target's vocabulary of a draft model that pads the same one differently.
+
+    f32[..., V'] -> f32[..., size]; tokens that the model lacks get -inf.
+    """
+    own = logits.shape[-1]
+    if own >= size:
+        return logits[..., :size]
+    pad = [(0, 0)] * (logits.ndim - 1) + [(0, size - own)]
+    return jnp.pad(logits, pad, constant_values=-jnp.inf)
+
+
+def _score_proposal(
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    activation: str,
+    layers: tuple[int, ...] | None,
+) -> tuple[jax.Array, KVCache]:
+    """`score` of a proposal, no wider than its longest row asks for: 1, 3, 7, … drafts, or all."""
+    tokens, counts = proposal.tokens, proposal.counts
+    n = tokens.shape[1]
+    if counts is None or n < 2:
+        return score(params, state, tokens, activation, layers)
+    widths = [2**i - 1 for i in range(1, n.bit_length() + 1) if 2**i - 1 < n] + [n]
+
+    longest = jnp.max(jnp.where(state.finished, 0, counts))
+    chosen = jnp.searchsorted(jnp.array(widths), longest)
+
+    def at(width: int, carry: _Scored) -> _Scored:
+        narrow = dataclasses.replace(state, cache=carry.cache)
+        logits, cache = score(params, narrow, tokens[:, :width], activation, layers)
+        return _Scored(jnp.bool_(True), carry.logits.at[:, : width + 1].set(logits), cache)
+
+    # Loops of at most one turn: XLA updates a loop's caches in place, and copies a conditional's.
+    logits = jnp.zeros((tokens.shape[0], n + 1, state.vocab_size))
+    carry = _Scored(jnp.bool_(False), logits, state.cache)
+    for index, width in enumerate(widths):
+        carry = lax.while_loop(partial(_due, chosen == index), partial(at, width), carry)
+    return carry.logits, carry.cache
+
+
+class _Scored(NamedTuple):
+    """Logits and cache of a proposal that is scored when `done`."""
+
+    done: jax.Array
+    logits: jax.Array
+    cache: KVCache
+
+
+def _due(chosen: jax.Array, carry: _Scored) -> jax.Array:
+    return chosen & ~carry.done
+
+
+def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array]:
+    """Tokens each row gains, int32[B], and whether a stop token is among them, bool[B]."""
+    index = jnp.arange(verified.emitted.shape[1])
+    count = jnp.minimum(verified.accepted + 1, state.limits - state.lengths)
+    stops = jnp.isin(verified.emitted, jnp.array(state.stop_tokens, jnp.int32))
+    stops &= index < count[:, None]
+    stopped = jnp.any(stops, axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count)
+    return jnp.where(state.finished, 0, count), stopped & ~state.finished
+
+
+def _count_round(state: DecodeState, verified: Verified) -> Stats:
+    """The counts after a round; finished rows do not count."""
+    running = (~state.finished).astype(jnp.int32)
+    stats = state.stats
+    return Stats(
+        rounds=stats.rounds + running,
+        drafted=stats.drafted + running * verified.drafted,
+        tested=stats.tested + running * jnp.minimum(verified.accepted + 1, verified.drafted),
+        accepted=stats.accepted + running * verified.accepted,
+        generated=stats.generated + verified.count,
+    )
