@@ -1,0 +1,166 @@
+"""Makes a datastore of a corpus: the texts that the target finds the least surprising.
+
+SPECTRA-RETRIEVAL's refinement (section 3.2): perplexity of every text under the target, the lowest
+kept. Scores are kept on disk as they come; a run that is killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.datastore import Datastore
+from specjax.evaluation.scoring import score
+from specjax.params import Params
+from specjax.text import Tokenizer
+
+TEXT_FIELDS = ("text", "content", "prompt", "question", "problem")  # of a JSON line
+_WIDTH = 32  # sequences are padded to multiples of this
+_SHORTEST = 4  # tokens that are worth a look-up
+
+
+def build_datastore(
+    params: Params,
+    tokenizer: Tokenizer,
+    corpus: str | Path,
+    out: str | Path,
+    *,
+    keep: int | None = 100_000,
+    refine: bool = True,
+    length: int = 256,
+    rows: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Datastore:
+    """Reads a corpus, scores it, keeps the best of it and writes the datastore to `out`.
+
+    Args:
+      params: the target.
+      tokenizer: the target's.
+      corpus: a text file, whose paragraphs are its texts, or JSON lines with one of TEXT_FIELDS;
+        either may be gzipped.
+      out: a directory; it is written whole or not at all.
+      keep: sequences to keep; None for all.
+      refine: keep those of the lowest perplexity; False: the first ones, for comparison.
+      length: tokens per sequence; longer texts are cut.
+      rows: sequences per pass.
+      progress: called with the sequences scored and the sequences in all.
+
+    Returns:
+      The datastore.
+
+    Raises:
+      ValueError: the corpus is empty or no text, or an argument is out of its range.
+    """
+    for name, value in (("keep", 1 if keep is None else keep), ("rows", rows)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not _SHORTEST <= length <= params.config.max_position_embeddings:
+        raise ValueError(
+            f"length must be between {_SHORTEST} and the model's "
+            f"{params.config.max_position_embeddings} positions, got {length}"
+        )
+    sequences = _tokenize(tokenizer, Path(corpus), length)
+    if refine and keep is not None and keep < len(sequences):
+        path = Path(out).resolve()
+        scores = path.parent / f".{path.name}.scores-{_digest(params, sequences)}"
+        nats = score_sequences(params, sequences, scores, rows, progress)
+        best = np.sort(np.argsort(nats, kind="stable")[:keep])
+        store = Datastore.create([sequences[index] for index in best], params.config.vocab_size)
+        store.save(out)
+        scores.unlink()
+        return store
+    store = Datastore.create(sequences[:keep], params.config.vocab_size)
+    store.save(out)
+    return store
+
+
+def score_sequences(
+    params: Params,
+    sequences: Sequence[np.ndarray],
+    path: Path,
+    rows: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """Mean negative log-likelihood of every sequence, in nats per token: f32[n].
+
+    `path` holds the scores so far, NaN for those that are missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        np.full(len(sequences), np.nan, np.float32).tofile(path)
+    scores = np.memmap(path, np.float32, "r+", shape=(len(sequences),))
+    lengths = np.array([len(sequence) for sequence in sequences])
+    order = np.argsort(lengths, kind="stable")  # so that passes hold little padding
+    missing = order[np.isnan(scores[order])]
+    for first in range(0, len(missing), rows):
+        chosen = missing[first : first + rows]
+        width = -(-int(lengths[chosen].max()) // _WIDTH) * _WIDTH
+        batch = np.zeros((rows, min(width, params.config.max_position_embeddings)), np.int32)
+        for row, index in enumerate(chosen):
+            batch[row, : lengths[index]] = sequences[index]
+        log_probs = np.asarray(score(params, batch)[0], np.float64)[: len(chosen)]
+        counted = np.arange(1, batch.shape[1]) < lengths[chosen, None]
+        scores[chosen] = -(log_probs * counted).sum(1) / counted.sum(1)
+        scores.flush()
+        if progress is not None:
+            progress(len(sequences) - len(missing) + first + len(chosen), len(sequences))
+    return np.array(scores)
+
+
+def _tokenize(tokenizer: Tokenizer, corpus: Path, length: int) -> list[np.ndarray]:
+    """Every text of the corpus in pieces of at most `length` tokens."""
+    sequences = []
+    for text in _texts(corpus):
+        tokens = np.asarray(tokenizer.encode(text), np.int32)
+        pieces = (tokens[start : start + length] for start in range(0, len(tokens), length))
+        sequences += [piece for piece in pieces if len(piece) >= _SHORTEST]
+    if not sequences:
+        raise ValueError(f"{corpus} holds no text of at least {_SHORTEST} tokens")
+    return sequences
+
+
+def _texts(corpus: Path) -> Iterator[str]:
+    data = corpus.read_bytes()
+    if corpus.suffix == ".gz":
+        data = gzip.decompress(data)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{corpus} is no text in UTF-8: {error}") from None
+    if "\0" in text:
+        raise ValueError(f"{corpus} is no text: it holds zero bytes")
+    if ".jsonl" not in corpus.suffixes:
+        yield from (part for part in text.split("\n\n") if part.strip())
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield _field(corpus, number, line)
+
+
+def _field(corpus: Path, number: int, line: str) -> str:
+    """The text of a JSON line."""
+    try:
+        fields: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} of {corpus} is no valid JSON: {error}") from None
+    for name in TEXT_FIELDS:
+        if isinstance(fields, dict) and isinstance(fields.get(name), str):
+            return fields[name]
+    raise ValueError(f"line {number} of {corpus} has no text in any of {', '.join(TEXT_FIELDS)}")
+
+
+def _digest(params: Params, sequences: Sequence[np.ndarray]) -> str:
+    """Names what decides the scores: the model and the sequences."""
+    digest = hashlib.sha256(repr(params.config).encode())
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    for sequence in sequences:
+        digest.update(sequence.tobytes() + b"|")
+    return digest.hexdigest()[:12]
