@@ -129,7 +129,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """Checks what the caller gave and brings it into the compiled functions' form."""
     drafter = QSpec() if drafter is None else drafter
-    _check_types(params, drafter, sampling)
+    check_types(params, drafter, sampling)
     config = params.config
     max_new_tokens = check_integer("max_new_tokens", max_new_tokens)
     if cache_capacity is not None:
@@ -145,7 +145,7 @@ def _arguments(
         "tokens": tokens,
         "lengths": lengths,
         "drafter": drafter,
-        "keys": _row_keys(sampling, key, tokens.shape[0]),
+        "keys": row_keys(sampling, key, tokens.shape[0]),
         "sampling": sampling,
         "max_new_tokens": max_new_tokens,
         "capacity": capacity,
@@ -154,7 +154,7 @@ def _arguments(
     }
 
 
-def _check_types(params: Any, drafter: Any, sampling: Any) -> None:
+def check_types(params: Any, drafter: Any, sampling: Any) -> None:
     """Raises ValueError where an argument is something else altogether."""
     if not isinstance(params, Params):
         raise ValueError(f"params must be what specjax.load returns, got {type(params).__name__}")
@@ -193,9 +193,31 @@ def _start(
     stop_tokens: tuple[int, ...],
 ) -> DecodeState:
     """Precise cache entries of every prompt token but the last, which the first round reads."""
-    rows, width = tokens.shape
-    cache = KVCache.create(params.config, rows, capacity, cache_bits)
+    cache = KVCache.create(params.config, tokens.shape[0], capacity, cache_bits)
     cache = prefill(params, tokens[:, :-1], cache)
+    return begin(
+        params, cache, tokens=tokens, lengths=lengths, drafter=drafter, keys=keys,
+        sampling=sampling, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens,
+    )  # fmt: skip
+
+
+def begin(
+    params: Params,
+    cache: KVCache,
+    *,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    drafter: Drafter,
+    keys: jax.Array | None,
+    sampling: Sampling | None,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+) -> DecodeState:
+    """The state before the first round. cache: of every prompt token but the last.
+
+    tokens: int32[B, T], right-padded; lengths: int32[B].
+    """
+    rows, width = tokens.shape
     valid = jnp.arange(width) < lengths[:, None]
     state = DecodeState(
         tokens=jnp.pad(
@@ -217,7 +239,7 @@ def _start(
     return dataclasses.replace(state, draft=drafter.init(params, state, width))
 
 
-def _row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax.Array | None:
+def row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax.Array | None:
     """One key per row, or None for greedy decoding."""
     if sampling is None:
         if key is not None:
