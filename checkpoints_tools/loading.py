@@ -17,7 +17,7 @@ from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
 from specjax import checkpoint
 from specjax.params import Params
 
-SHIPPED = ("tiny", "tiny-16bit")
+SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
 SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"
 
 
@@ -25,7 +25,8 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> Params:
     """Loads a model.
 
     Args:
-      source: "tiny" (4-bit) or "tiny-16bit", a directory made by `convert`, or a Hugging Face one.
+      source: "tiny" (4-bit), "tiny-16bit" or "tiny-draft" (a smaller model to draft for it), a
+        directory made by `convert`, or a Hugging Face one.
       dtype: of a Hugging Face model's weights and activations, "bfloat16" or "float32"; None for
         what its config.json says (bfloat16 for a model in float16). Other sources fix it, and
         quantized weights stay as they are.
