@@ -7,6 +7,7 @@ have only a SentencePiece `tokenizer.model`; transformers rebuilds the former fr
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,13 +33,52 @@ class Tokenizer:
         """Tokens, added ones included; a model's own `vocab_size` may be larger."""
         return self._backend.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`."""
-        return self._backend.encode(text).ids
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; without the special tokens around it if so asked."""
+        return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray | jax.Array) -> str:
         """The text of `ids`, a list or an integer array of one dimension."""
         return self._backend.decode(np.asarray(ids, np.int64).tolist())
+
+    def vocabulary(self) -> list[bytes | str | None]:
+        """By id, what a token adds to a text: its bytes; the name (str) of a special token, which
+        adds none; None where no token has the id.
+
+        Raises ValueError where the tokens are written neither as byte-level BPE's nor as
+        SentencePiece's.
+        """
+        decoder = self._backend.decoder
+        kind = "" if decoder is None else decoder.__getstate__().decode()
+        if "ByteLevel" not in kind and _SPACE not in kind:
+            raise ValueError(f"the tokenizer writes its tokens in an unknown way: decoder {kind!r}")
+        read = _byte_level if "ByteLevel" in kind else _sentencepiece
+        written = self._backend.get_vocab()
+        entries: list[bytes | str | None] = [None] * (max(written.values()) + 1)
+        for token, index in written.items():
+            entries[index] = read(token)
+        for index, added in self._backend.get_added_tokens_decoder().items():
+            entries[index] = added.content if added.special else added.content.encode()
+        return entries
+
+
+_SPACE = "▁"  # how SentencePiece writes a space
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # and a byte of a character that it lacks
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+# GPT-2 writes these bytes as the characters of Latin-1, the others as the ones from U+0100 on.
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
+
+
+def _byte_level(token: str) -> bytes | None:
+    """A token of byte-level BPE; None where it holds a character that stands for no byte."""
+    return bytes(_BYTES[char] for char in token) if _BYTES.keys() >= {*token} else None
+
+
+def _sentencepiece(token: str) -> bytes:
+    byte = _BYTE.fullmatch(token)
+    return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
