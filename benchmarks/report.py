@@ -42,6 +42,8 @@ def _exactness(rows: Rows) -> str:
     compared = sum(row["prompts"] for row in rows)
     identical = sum(row["identical"] for row in rows)
     parts = [f"{compared} outputs compared with plain decoding's, **{identical} identical**."]
+    from_models = [row for row in rows if "drafter" in row]
+    rows = [row for row in rows if "drafter" not in row]
     for model in dict.fromkeys(row["model"] for row in rows):
         chosen = _largest_batch([row for row in rows if row["model"] == model])
         _picture([row for row in chosen if row["overwrite"]], DOCS / f"acceptance-{model}.png")
@@ -54,7 +56,52 @@ def _exactness(rows: Rows) -> str:
             "entries."
         )
         parts.append(_acceptance_table(chosen))
+    for model in dict.fromkeys(row["model"] for row in from_models):
+        chosen = _largest_batch([row for row in from_models if row["model"] == model])
+        parts.append(f"### {model}, drafts from models, batch {chosen[0]['batch']}")
+        parts.append(_drafter_acceptance(chosen))
     return "\n\n".join(parts)
+
+
+def _drafter_acceptance(rows: Rows) -> str:
+    """One line per drafter; one column per kind of text."""
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        line = {"drafter": row["drafter"], "draft_length": row["draft_length"]}
+        shown = f"{row['token_acceptance']:.3f} ({row['acceptance_rate']:.2f})"
+        lines.setdefault(row["drafter"], line)[row["kind"]] = shown
+    return _plain(list(lines.values()))
+
+
+def _drafters(rows: Rows) -> str:
+    """The drafters beside plain decoding; then draft lengths and schedules, with their picture."""
+    compared = [row for row in rows if row["part"] == "drafters"]
+    lengths = [row for row in rows if row["part"] == "lengths"]
+    parts = [_plain(compared)] if compared else []
+    if lengths:
+        _length_picture(lengths, DOCS / "draft-lengths.png")
+        parts.append("### Draft lengths of the MXFP4 cast\n\n![draft lengths](draft-lengths.png)")
+        parts.append(_plain(lengths))
+    return "\n\n".join(parts)
+
+
+def _length_picture(rows: Rows, path: Path) -> None:
+    """Speed-up against constant draft length; the schedules as levels across."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    constants = [row for row in rows if row["drafter"].isdigit()]
+    axes.plot(
+        [row["draft_length"] for row in constants], [row["speedup"] for row in constants],
+        marker="o", markersize=3, label="constant",
+    )  # fmt: skip
+    for row, style in zip((r for r in rows if r not in constants), (":", "--", "-."), strict=False):
+        axes.axhline(row["speedup"], color="0.4", linestyle=style, label=row["drafter"])
+    axes.set(xlabel="draft length", ylabel="speed-up over plain decoding")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def _largest_batch(rows: Rows) -> Rows:
@@ -149,11 +196,14 @@ SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
     ("Exactness and acceptance", "exactness", _exactness),
     ("Memory, and time against the cache's capacity", "footprint", _plain),
     ("Speed beside plain decoding", "speed", _plain),
+    ("Drafts from models, a billion parameters", "drafters", _drafters),
+    ("Sampled texts against their exact distribution", "chi_square", _plain),
     ("Matrix products", "kernels", _kernels),
     ("A decode step of a billion parameters", "decode_step", _plain),
     ("Quantization schemes", "schemes", _plain),
     ("Layers unrolled or scanned", "layers", _plain),
     ("Conversion of a billion parameters", "convert_1b", _plain),
+    ("Quantization of a billion parameters", "quantize_1b", _plain),
 )
 
 if __name__ == "__main__":

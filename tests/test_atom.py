@@ -14,6 +14,7 @@ import specjax
 from checkpoints_tools.quantize import quantize
 from checkpoints_tools.quantize.atom import mix_precisions, outlier_count, sort_hidden
 from checkpoints_tools.quantize.calibration import InputStatistics, calibration_tokens
+from checkpoints_tools.quantize.recipe import Recipe
 from checkpoints_tools.quantize.rtn import round_to_nearest
 from pallas_kernels.activations import clip_activations, quantize_activations
 from pallas_kernels.formats import Int4Weight, Quantized, dequantize
@@ -107,6 +108,16 @@ def test_the_product_is_the_weights_in_the_models_order(
     values = np.asarray(dequantize(mixed), np.float64)
     expected, magnitude = inputs @ values.T, np.abs(inputs) @ np.abs(values).T
     assert (np.abs(matmul(jnp.asarray(inputs), mixed) - expected) <= 1e-5 * magnitude).all()
+
+
+# The authors' ratios, however the 4-bit columns are rounded: their scales stand for 0.85 of the
+# largest weight of a group as it is rounded; GPTQ has changed it by then, but not the first group.
+@pytest.mark.parametrize("method", ["atom", "atom+rtn", "atom+gptq"])
+def test_clip_ratios(method: str, inputs: np.ndarray, weight: jax.Array) -> None:
+    stored = Recipe(method, GROUP).round("q", weight, statistics_of(inputs))
+    first = np.abs(np.asarray(weight))[:, np.asarray(stored.order)[:GROUP]].max(axis=1)
+    np.testing.assert_allclose(stored.scales[:, 0], 0.85 * first / 7, rtol=2**-8)
+    assert stored.activation_clip == 0.9
 
 
 def test_sorting_the_hidden_features_keeps_the_function() -> None:

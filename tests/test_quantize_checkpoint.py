@@ -144,6 +144,27 @@ def test_working_folders(tmp_path: Path) -> None:
     assert not leftovers(tmp_path / "out")
 
 
+# Once the checkpoint is whole, runs given up with other keys leave nothing; one that is still at
+# work and the folders of checkpoints with similar names stay.
+def test_given_up_folders(tmp_path: Path) -> None:
+    layer = random_model().layers[0]
+
+    def folder(name: str, key: str) -> WorkingFolder:
+        working = WorkingFolder(tmp_path / name, key)
+        working.keep(0, layer, None)
+        return working
+
+    given_up, at_work, done = (folder("out", key) for key in ("given up", "at work", "done"))
+    namesake = folder("out.quantize-0123456789ab", "its own")
+    for each in (given_up, namesake):
+        each.close(remove=False)
+    assert given_up.path.exists() and namesake.path.exists()
+    done.close(remove=True)
+    assert not given_up.path.exists() and not done.path.exists()
+    assert at_work.path.exists() and namesake.path.exists()
+    at_work.close(remove=True)
+
+
 def test_refusals(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "out", progress=False)

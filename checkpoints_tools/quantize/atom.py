@@ -4,8 +4,8 @@ alike.
 
 Magnitude is E[x²], the diagonal of the second moment. What is sorted is the order in which a weight
 stores its columns; x is gathered into it online, but not for `down`, whose order moves into the
-rows of gate and up. Weights are clipped to 0.85 of their group's largest magnitude and, under "a4",
-activations to 0.9, the authors' ratios.
+rows of gate and up. Weights are clipped to 0.85 of their group's largest magnitude, the authors'
+ratio, whether they are rounded to nearest or by GPTQ.
 
 A layer has 128 inputs at 8 bits, or a sixteenth of them where that is less: 128 of the 256 inputs
 of a small model would be 6-bit quantization by another name.
@@ -28,7 +28,6 @@ from specjax.params import Layer, Linear
 OUTLIERS = 128
 OUTLIER_SHARE = 16  # one input in so many at most
 WEIGHT_CLIP = 0.85
-ACTIVATION_CLIP = 0.9
 
 Rounding = Callable[[jax.Array, InputStatistics], Quantized]
 
@@ -59,10 +58,7 @@ def mix_precisions(
         assert isinstance(outer, Int8Weight)
         outliers = Outliers(order[first:], outer)
     return dataclasses.replace(
-        stored,
-        outliers=outliers,
-        order=None if _is_sorted(order) else order,
-        activation_clip=ACTIVATION_CLIP,
+        stored, outliers=outliers, order=None if _is_sorted(order) else order
     )
 
 

@@ -51,7 +51,8 @@ def quantize_checkpoint(
     """Writes the checkpoint `out`: the model at `source`, quantized as `specjax.quantize` does.
 
     A process killed at any moment leaves `out` as it was, and a hidden folder beside it from which
-    the next call with the same arguments goes on.
+    the next call with the same arguments goes on. Once `out` is whole, such folders of calls that
+    were given up for this one are gone.
 
     Args:
       source: a Hugging Face directory, which is read one layer at a time; or a specjax checkpoint

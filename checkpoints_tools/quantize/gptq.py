@@ -44,7 +44,7 @@ def gptq(
     group_size: int | None = 128,
     *,
     bits: int = 4,
-    clip: bool = False,
+    ratio: float | None = 1.0,
     damping: float = DAMPING,
 ) -> IntegerWeight:
     """Rounds a weight so that E[|(W - Q) x|²] is small.
@@ -54,8 +54,8 @@ def gptq(
       second_moment: f32[K, K], the mean of x xᵀ, times any positive factor.
       group_size: inputs that share a scale: 32, 64, 128, or None for one scale per output.
       bits: 8, 4, 3 or 2.
-      clip: take the scales whose clip ratio errs least in the weights (`rtn.round_clipped`), as
-        QuaRot does, in place of those of the largest magnitudes.
+      ratio: the share of a group's largest magnitude that is represented; None takes the one of
+        every group that errs least in the weights (`rtn.round_clipped`), as QuaRot does.
       damping: share of the mean of the diagonal that is added to it.
 
     Returns:
@@ -67,7 +67,7 @@ def gptq(
     """
     check_options(group_size, bits)
     factor = jnp.asarray(inverse_factor(second_moment, damping))
-    return over_rows(lambda rows: _round_rows(rows, factor, group_size, bits, clip), weight)
+    return over_rows(lambda rows: _round_rows(rows, factor, group_size, bits, ratio), weight)
 
 
 def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.ndarray:
@@ -92,9 +92,9 @@ def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.nda
     return inverse.astype(np.float32)[::-1, ::-1]
 
 
-@functools.partial(jax.jit, static_argnames=("group_size", "bits", "clip"))
+@functools.partial(jax.jit, static_argnames=("group_size", "bits", "ratio"))
 def _round_rows(
-    weight: jax.Array, factor: jax.Array, group_size: int | None, bits: int, clip: bool
+    weight: jax.Array, factor: jax.Array, group_size: int | None, bits: int, ratio: float | None
 ) -> IntegerWeight:
     """weight: [N, K], factor: f32[K, K], see `inverse_factor`."""
     n, k = weight.shape
@@ -102,7 +102,7 @@ def _round_rows(
     padding = -k % size
     weight = jnp.pad(weight.astype(jnp.float32), ((0, 0), (0, padding)))
     factor = jnp.pad(factor, ((0, padding), (0, padding)))
-    find_scales = searched_scales if clip else scales_of
+    find_scales = searched_scales if ratio is None else functools.partial(scales_of, ratio=ratio)
     whole = find_scales(weight[:, None], bits)  # f32[N, 1], for one scale per row
 
     def round_group(group: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -124,8 +124,6 @@ def quantized_config(config: ModelConfig, recipe: Recipe, lm_head: bool) -> Mode
     Raises ValueError where the recipe rotates a model that is rotated already.
     """
     if recipe.has("quarot"):
-        if config.hadamard:
-            raise ValueError("the model is rotated already; leave quarot out of the method")
         config = quarot.rotated_config(config)
     return dataclasses.replace(config, tie_word_embeddings=False) if lm_head else config
 

@@ -37,44 +37,18 @@ from pallas_kernels.formats import (
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.rounding import round_to
 from specjax.config import ModelConfig
-from specjax.params import Layer, Linear, Params
+from specjax.params import Layer, Linear
 
 ROWS = 8192  # of the embedding and the head that are rotated at once, to bound the memory
 
 
-def rotate(params: Params, seed: int = 0) -> Params:
-    """The same function with rotated weights, which lose less when they and x are quantized.
-
-    Computed in float32 and stored in the model's dtype. A tied embedding becomes two matrices.
-
-    Args:
-      params: a model in 16 or 32 bits.
-      seed: of the random signs.
-
-    Returns:
-      The rotated model; its configuration has `hadamard=True`.
-
-    Raises:
-      ValueError: `params` is quantized or rotated already.
-    """
-    if any(isinstance(linear.weight, Quantized) for linear in (*params.linears(), params.head)):
-        raise ValueError("params is quantized already; rotate a model in 16 or 32 bits")
-    config, head = rotated_config(params.config), params.head
-    signs = random_signs(config, seed)
-    final_scale = params.final_norm.astype(jnp.float32)
-    return Params(
-        embedding=rotate_rows(params.embedding, signs),
-        layers=tuple(rotate_layer(layer, signs, config) for layer in params.layers),
-        final_norm=jnp.ones_like(params.final_norm),
-        lm_head=dataclasses.replace(head, weight=rotate_rows(head.weight, final_scale * signs)),
-        config=config,
-    )
-
-
 def rotated_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of the rotated model. Raises ValueError if the model is rotated already."""
+    """The configuration of the rotated model: a tied embedding becomes two matrices.
+
+    Raises ValueError if the model is rotated already.
+    """
     if config.hadamard:
-        raise ValueError("the model is rotated already (its config.hadamard is True)")
+        raise ValueError("the model is rotated already; leave quarot out of the method")
     return dataclasses.replace(config, hadamard=True, tie_word_embeddings=False)
 
 
@@ -89,7 +63,7 @@ def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
     """One block of the rotated model.
 
     Args:
-      layer: unquantized.
+      layer: float32 weights.
       signs: `random_signs` of the model.
       config: of the model.
 
@@ -97,28 +71,24 @@ def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
       The block, its norm scales ones.
     """
 
-    def undone(linear: Linear, norm_scale: jax.Array) -> jax.Array:
-        return hadamard(_values(linear) * (norm_scale.astype(jnp.float32) * signs))
-
     def reader(linear: Linear, norm_scale: jax.Array) -> Linear:  # undoes R1
-        return _like(linear, undone(linear, norm_scale), linear.bias)
+        return Linear(hadamard(_values(linear) * (norm_scale * signs)), linear.bias)
 
     def writer(linear: Linear, weight: jax.Array) -> Linear:  # does R1
-        bias = None if linear.bias is None else hadamard(linear.bias.astype(jnp.float32) * signs)
-        return _like(linear, hadamard(weight * signs[:, None], axis=0), bias)
+        bias = None if linear.bias is None else hadamard(linear.bias * signs)
+        return Linear(hadamard(weight * signs[:, None], axis=0), bias)
 
     def value_heads(outputs: jax.Array) -> jax.Array:  # R2 of v's outputs: [N, ...]
-        by_head = outputs.astype(jnp.float32).reshape(-1, config.head_dim, *outputs.shape[1:])
+        by_head = outputs.reshape(-1, config.head_dim, *outputs.shape[1:])
         return hadamard(by_head, axis=1).reshape(outputs.shape)
 
-    v_bias = None if layer.v.bias is None else value_heads(layer.v.bias)
     o = _values(layer.o).reshape(-1, config.num_heads, config.head_dim)
     return dataclasses.replace(
         layer,
         attention_norm=jnp.ones_like(layer.attention_norm),
         q=reader(layer.q, layer.attention_norm),
         k=reader(layer.k, layer.attention_norm),
-        v=_like(layer.v, value_heads(undone(layer.v, layer.attention_norm)), v_bias),
+        v=jax.tree.map(value_heads, reader(layer.v, layer.attention_norm)),
         o=writer(layer.o, hadamard(hadamard(o, axis=1), axis=2).reshape(layer.o.weight.shape)),
         mlp_norm=jnp.ones_like(layer.mlp_norm),
         gate=reader(layer.gate, layer.mlp_norm),
@@ -142,13 +112,5 @@ def _rotate_chunk(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _values(linear: Linear) -> jax.Array:
     """f32[N, K]."""
-    assert not isinstance(linear.weight, Quantized)
-    return plain_values(linear.weight).astype(jnp.float32)
-
-
-def _like(linear: Linear, weight: jax.Array, bias: jax.Array | None) -> Linear:
-    """A layer of these float32 values in the dtype of `linear`."""
-    assert not isinstance(linear.weight, Quantized)
-    dtype = plain_values(linear.weight).dtype
-    bias = None if bias is None else round_to(bias, dtype)
-    return Linear(plain_weight(round_to(weight, dtype)), bias)
+    assert isinstance(linear.weight, jax.Array)
+    return linear.weight

@@ -3,7 +3,9 @@
     [quarot+][awq+][atom+ or act-order+]rounding     "quarot", "awq" and "atom" may stand alone
 
 The parts before the rounding change what is rounded and leave the model's function as it is:
-rotations of the whole model, scales between its layers, the order of a weight's columns.
+rotations of the whole model, scales between its layers, the order of a weight's columns. With
+QuaRot and Atom, "a4" clips activations to 0.9 of their group's largest magnitude, as the authors of
+both do.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from checkpoints_tools.quantize.calibration import InputStatistics
 from checkpoints_tools.quantize.gptq import gptq
 from checkpoints_tools.quantize.mxfp4 import cast_to_mxfp4
 from checkpoints_tools.quantize.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
-from pallas_kernels.formats import MXFP4_GROUP, Quantized, check_group_size
+from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, check_group_size
 
 TRANSFORMS = ("quarot", "awq", "atom", "act-order")  # in the order in which they apply
 INTEGER_ROUNDINGS = ("rtn", "rtn-clip", "gptq", "gptq-clip")  # to `bits` bits
 GPTQ = ("gptq", "gptq-clip")
 ROUNDINGS = (*INTEGER_ROUNDINGS, "int8", "mxfp4", "mxfp4-even")
 DEFAULT_GROUP = 128
+ACTIVATION_CLIP = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,12 @@ class Recipe:
         Returns:
           The quantized weight.
         """
+        rounded = self._round(name, weight, statistics)
+        if isinstance(rounded, Int4Weight) and (self.has("quarot") or self.has("atom")):
+            return dataclasses.replace(rounded, activation_clip=ACTIVATION_CLIP)
+        return rounded
+
+    def _round(self, name: str, weight: jax.Array, statistics: InputStatistics | None) -> Quantized:
         if self.has("atom"):
             assert statistics is not None
             return mix_precisions(weight, statistics, self._round_sorted)
@@ -125,9 +134,9 @@ class Recipe:
         """The 4-bit columns of Atom's."""
         if self.rounding in GPTQ:
             return self._gptq(weight, statistics)
-        if self.rounding is None:
-            return round_to_nearest(weight, self.group_size, bits=self.bits, ratio=WEIGHT_CLIP)
-        return self.round_plainly(weight)
+        if self.rounding == "rtn-clip":
+            return self.round_plainly(weight)
+        return round_to_nearest(weight, self.group_size, bits=self.bits, ratio=WEIGHT_CLIP)
 
     def _gptq(self, weight: jax.Array, statistics: InputStatistics) -> Quantized:
         if not self.has("act-order"):
@@ -137,6 +146,6 @@ class Recipe:
         return dataclasses.replace(stored, order=order)
 
     def _round_by_gptq(self, weight: jax.Array, statistics: InputStatistics) -> IntegerWeight:
-        clip = self.rounding == "gptq-clip"
+        ratio = None if self.rounding == "gptq-clip" else WEIGHT_CLIP if self.has("atom") else 1.0
         moment = statistics.second_moment
-        return gptq(weight, moment, self.group_size, bits=self.bits, clip=clip)
+        return gptq(weight, moment, self.group_size, bits=self.bits, ratio=ratio)

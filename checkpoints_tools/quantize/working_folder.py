@@ -4,7 +4,8 @@
     state.safetensors       how many they are, and the hidden states at the last one's exit
 
 Every file takes its place whole, `state` after the layer that it counts: a process killed at any
-moment leaves a folder from which the same bits follow.
+moment leaves a folder from which the same bits follow. Folders of runs that were given up for ones
+with other options go when such a one has made the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,13 @@ class WorkingFolder:
 
     def __init__(self, out: Path, key: Any) -> None:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
-        self.path = out.resolve().parent / f".{out.name}.quantize-{digest}"
+        self._prefix = f".{out.name}.quantize-"
+        self.path = out.resolve().parent / (self._prefix + digest)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ValueError(f"another process is making {out} already") from None
+        lock = _lock(self.path)
+        if lock is None:
+            raise ValueError(f"another process is making {out} already")
+        self._held = lock
 
     def restore(self) -> tuple[list[Layer], jax.Array | None]:
         """The finished layers, and the hidden states at the last one's exit if there are any."""
@@ -73,13 +74,35 @@ class WorkingFolder:
         _write(self.path / STATE, {} if hidden is None else {"hidden": hidden}, index + 1)
 
     def close(self, *, remove: bool) -> None:
-        """Ends the work here; what was kept stays for the next run unless `remove`."""
+        """Ends the work here. What was kept stays for the next run; with `remove` it goes, and so
+        does what runs with other keys left, but for those that are at work."""
         if remove or not (self.path / STATE).exists():
             shutil.rmtree(self.path)
-        os.close(self._lock)
+        os.close(self._held)
+        for other in self._others() if remove else ():
+            lock = _lock(other)
+            if lock is not None:
+                shutil.rmtree(other)
+                os.close(lock)
+
+    def _others(self) -> Iterator[Path]:
+        """The folders beside this one in which the same thing was being made."""
+        pattern = re.compile(re.escape(self._prefix) + "[0-9a-f]{12}")
+        return (path for path in self.path.parent.iterdir() if pattern.fullmatch(path.name))
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index}.safetensors"
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder against other processes; None if one of them does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _write(path: Path, arrays: Mapping[str, jax.Array], description: Any) -> None:
