@@ -80,8 +80,8 @@ class Datastore:
                 f"{source} is a datastore of version {manifest.get('version')}; this specjax reads "
                 f"version {VERSION}: build it anew"
             )
-        arrays = (jnp.asarray(np.load(folder / f"{name}.npy")) for name in ("tokens", "suffixes"))
-        return cls(*arrays, manifest["vocab_size"])
+        tokens, suffixes = (np.load(folder / f"{name}.npy") for name in ("tokens", "suffixes"))
+        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), manifest["vocab_size"])
 
     def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Where runs of tokens occur.

@@ -1,4 +1,4 @@
-"""Continuous batching: every prompt's output is that of decoding it alone, whatever ran beside it."""
+"""Continuous batching: every prompt's output is that of decoding it alone."""
 
 from __future__ import annotations
 

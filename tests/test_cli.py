@@ -68,6 +68,42 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
     assert out.rsplit("\n\n", 1)[0] == _generate(capsys).rsplit("\n\n", 1)[0]
 
 
+# Every kind of drafter, alone and on top of another: the text is plain decoding's.
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--draft mxfp4 --share-cache --draft-length 4",
+        "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
+    ],
+)
+def test_draft_models_do_not_change_the_text(options, capsys) -> None:
+    command = ["--model", "tiny-16bit", "--drafter"]
+    drafted = _generate(capsys, *command, "draft-model", *options.split())
+    plain = _generate(capsys, *command, "autoregressive")
+    assert drafted.rsplit("\n\n", 1)[0] == plain.rsplit("\n\n", 1)[0]
+    assert "drafts accepted" in drafted
+
+
+def test_layer_skip_does_not_change_the_text(llama, capsys) -> None:
+    command = ["generate", "w72 w33 w44", "--max-new-tokens", "20", "--drafter"]
+    texts = []
+    for options in (["autoregressive"], ["layer-skip", "--layers", "0", "--activation", "a8"]):
+        assert main([*command, *options]) == 0
+        texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0])
+    assert texts[0] == texts[1]
+
+
+def test_sampling_options_reach_the_sampler(llama, capsys) -> None:
+    """min-p of 1 leaves the most probable token alone: greedy decoding, by way of sampling."""
+    command = ["generate", "w72 w33 w44", "--max-new-tokens", "20", "--drafter", "autoregressive"]
+    texts = []
+    for options in ([], ["--min-p", "1"], ["--top-k", "1", "--repetition-penalty", "1000000"]):
+        assert main([*command, *options]) == 0
+        texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0].split())
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[2])) == len(texts[2]) > len(set(texts[0]))  # nothing comes twice
+
+
 # A model that ships, quantized with the text of a file, can be decoded.
 def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
     text = tmp_path / "text.txt"
@@ -89,6 +125,34 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         (["generate", "x", "--draft-length", "0"], "draft_length must be at least 1, got 0"),
         (["generate", "x", "--temperature", "-1"], "temperature must be in"),
         (["generate", "x", "--model", "tiny-16bit"], "--quantize rtn"),
+        (["generate", "x", "--draft", "mxfp4"], "--draft goes with --drafter draft-model, got"),
+        (["generate", "x", "--drafter", "draft-model"], "needs --draft"),
+        (["generate", "x", "--drafter", "layer-skip"], "needs --layers"),
+        (["generate", "x", "--drafter", "layer-skip", "--layers", "0,99"], "layers must be in 0 …"),
+        (["generate", "x", "--draft-length", "3,2"], "--draft-length must be one number or one"),
+        (
+            ["generate", "x", "--drafter", "draft-model", "--draft", "gguf"],
+            "--draft names no model, and no method",
+        ),
+        (
+            ["generate", "x", "--drafter", "draft-model", "--draft", "mxfp4"],
+            "quantized already",
+        ),
+        (["generate", "x", "--min-p", "nan"], "min_p must be in [0, 1]"),
+        (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty must be in"),
+        (["plan", "speed"], "plan speed needs --acceptance and --draft-cost"),
+        (["plan", "speed", "--acceptance", "0.8", "--draft-cost", "0.2,0.1"], "a number each per"),
+        (["plan", "speed", "--acceptance", "1.1", "--draft-cost", "0.2"], "in 0 … 1, got 1.1"),
+        (["plan", "speed", "--acceptance", "nan", "--draft-cost", "0.2"], "in 0 … 1, got nan"),
+        (["plan", "speed", "--acceptance", "0.8", "--draft-cost", "-1"], "must be 0 or more"),
+        (["plan", "speed", "--acceptance", "0.8", "--draft-cost", "nan"], "must be 0 or more"),
+        (["plan", "speed", "--measure"], "--measure needs --prompts"),
+        (["plan", "memory", "--device", "1MB"], "holds not even the weights, 4.54 MB"),
+        (["plan", "memory", "--rows", "0"], "rows must be at least 1, got 0"),
+        (["plan", "memory", "--context", "0"], "context must be at least 1, got 0"),
+        (["plan", "memory", "--model", "no/such/place"], "no/such/place"),
+        (["plan", "memory", "--share-cache"], "draft must name the draft's format"),
+        (["plan", "layers", "no-such-file"], "no-such-file"),
         (["convert", "no/such/place", "out"], "no/such/place"),
         (["quantize", "no/such/place", "out"], "no/such/place"),
         (["quantize", "tiny-16bit", "out", "--method", "gguf"], "method must be one of rtn"),
@@ -118,6 +182,21 @@ def test_a_bad_group_size_says_which_are_accepted(command, size, capsys) -> None
         main([*command, "--group-size", size])
     assert stop.value.code == 2
     assert f"must be 32, 64, 128 or none, got {size!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--layers", "0,b"], "must be integers with commas"),
+        (["plan", "memory", "--device", "80 apples"], "must be bytes or a number with"),
+        (["plan", "speed", "--acceptance", "high"], "must be numbers with commas"),
+    ],
+)
+def test_a_bad_number_says_what_is_accepted(arguments, message, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 class LlamaTokenizer:
@@ -212,3 +291,71 @@ def test_evaluate_says_what_is_wrong(tmp_path, capsys) -> None:
     assert "line 1" in capsys.readouterr().err
     assert main(["evaluate", "perplexity", str(tmp_path / "none.txt")]) == 1
     assert "none.txt" in capsys.readouterr().err
+
+
+def _picture(tmp_path, name: str) -> list[str]:
+    """The option to draw, where there is something to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    return ["--picture", str(tmp_path / f"{name}.png")]
+
+
+def test_plan_memory(tmp_path, capsys) -> None:
+    target = tmp_path / "numbers.json"
+    options = ["--weights", "int4", "--draft-weights", "mxfp4", "--share-cache", "--json"]
+    picture = _picture(tmp_path, "memory")
+    assert main(["plan", "memory", *options, str(target), "--device", "20MB", *picture]) == 0
+    numbers = json.loads(target.read_text())
+    params = specjax.load("tiny")
+    assert numbers["target"] == params.nbytes and numbers["draft_cache"] == 0
+    parts = ("target", "draft", "target_cache", "draft_cache", "activations")
+    assert numbers["total"] == sum(numbers[part] for part in parts) < 20e6
+    assert numbers["longest context"] == params.config.max_position_embeddings
+    assert re.search(rf"most rows +{numbers['most rows']}\n", capsys.readouterr().out)
+    assert len(list(tmp_path.glob("*.png"))) == bool(picture)
+
+
+def test_plan_speed(tmp_path, capsys) -> None:
+    target = tmp_path / "numbers.json"
+    options = ["--acceptance", "0.9,0.6", "--draft-cost", "0.25,0.02", "--longest", "6"]
+    picture = _picture(tmp_path, "speed")
+    assert main(["plan", "speed", *options, "--json", str(target), *picture]) == 0
+    lengths = json.loads(target.read_text())["lengths"]
+    best = max(lengths, key=lambda row: row["speed-up"])
+    levels = [specjax.planning.Level(0.9), specjax.planning.Level(0.6, pass_cost=0.25)]
+    expected = specjax.planning.best_draft_lengths(levels, 0.02, 6)
+    assert best["draft length"] == expected[0].draft_length
+    assert best["speed-up"] == specjax.planning.speedup(expected, 0.02)
+    assert f"best: {best['draft length']} drafts" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.png"))) == bool(picture)
+    assert main(["plan", "speed", "--acceptance", "0.1", "--draft-cost", "0.9"]) == 0
+    assert "does not pay" in capsys.readouterr().out
+
+
+def test_plan_speed_measures(llama, tmp_path, capsys) -> None:
+    prompts, target = tmp_path / "prompts.txt", tmp_path / "numbers.json"
+    prompts.write_text("w72 w33 w44\nw1 w2\n")
+    command = ["plan", "speed", "--measure", "--drafter", "layer-skip", "--layers", "0,1"]
+    options = ["--prompts", str(prompts), "--rows", "2", "--max-new-tokens", "8", "--json"]
+    assert main([*command, "--draft-length", "1", *options, str(target)]) == 0
+    numbers = json.loads(target.read_text())
+    assert [level["acceptance"] for level in numbers["levels"]] == [1]  # all layers: the target
+    assert len(numbers["levels"][0]["measured"]) == 2
+    assert re.search(r"Adaptive\(draft_cost=\d.*row_cost=\d", capsys.readouterr().out)
+    assert main([*command, "--prompts", str(prompts), "--rows", "3"]) == 1
+    assert "has 2 prompts, --rows 3" in capsys.readouterr().err
+
+
+def test_plan_layers(llama, tmp_path, capsys) -> None:
+    text, target = tmp_path / "text.txt", tmp_path / "numbers.json"
+    text.write_text(" ".join(f"w{2 + i * 7 % 90}" for i in range(40)))
+    picture = _picture(tmp_path, "layers")
+    options = ["--sequences", "2", "--length", "16", "--json", str(target), *picture]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaTokenizer, "encode", lambda _, text: [int(w[1:]) for w in text.split()])
+        assert main(["plan", "layers", str(text), *options]) == 0
+    (found,) = json.loads(target.read_text())["sets"]
+    assert found["layers"] in ([0], [1]) and 0 <= found["acceptance"] <= 1
+    out = capsys.readouterr().out
+    assert ("--drafter layer-skip --layers" in out) == (found["speedup"] >= 1)
+    assert len(list(tmp_path.glob("*.png"))) == bool(picture)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
+from specjax.commands.files import check_picture, pyplot, read_prompts, write_json
 from specjax.commands.options import add_cache_bits, add_model
 from specjax.evaluation import Fidelity, fidelity, perplexity
-
-PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the first there is
 
 
 def add(commands: Any) -> None:
@@ -83,11 +80,10 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 
 def _fidelity(options: argparse.Namespace) -> None:
-    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    check_picture(options.picture)
     params = specjax.load(options.model)
     tokenizer = specjax.load_tokenizer(options.model)
-    prompts = [tokenizer.encode(text) for text in _read_prompts(options.prompts)[: options.limit]]
+    prompts = [tokenizer.encode(text) for text in read_prompts(options.prompts)[: options.limit]]
     result = fidelity(
         params, prompts, activation=options.activation, max_new_tokens=options.max_new_tokens,
         rows=options.rows,
@@ -97,44 +93,15 @@ def _fidelity(options: argparse.Namespace) -> None:
         _draw(result, options.activation, options.picture)
 
 
-def _read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, one per line: text, or JSON with one of PROMPT_FIELDS."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    texts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} of {path} is no valid JSON: {error}") from error
-        names = [
-            name
-            for name in PROMPT_FIELDS
-            if isinstance(fields, dict) and isinstance(fields.get(name), str)
-        ]
-        if not names:
-            raise ValueError(
-                f"line {number} of {path} has no text in any of {', '.join(PROMPT_FIELDS)}"
-            )
-        texts.append(fields[names[0]])
-    return texts
-
-
 def _report(numbers: dict[str, float], target: Path | None) -> None:
     for name, value in numbers.items():
         print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
-    if target is not None:
-        target.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_json(target, numbers)
 
 
 def _draw(result: Fidelity, activation: str, target: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 5))
+    plot = pyplot()
+    figure, axes = plot.subplots(figsize=(5, 5))
     for accepted, colour, label in (
         (True, "tab:green", "accepted"),
         (False, "tab:red", "rejected"),
@@ -147,4 +114,4 @@ def _draw(result: Fidelity, activation: str, target: Path) -> None:
     axes.set(xlabel="probability under a16", ylabel=f"probability under {activation}")
     axes.legend(loc="upper left")
     figure.savefig(target, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    plot.close(figure)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 import specjax
-from specjax.commands.options import add_cache_bits, add_group_size, add_model
+from specjax.commands.drafters import add_drafter, make_drafter
+from specjax.commands.options import add_cache_bits, add_model, add_quantize, load_target
 from specjax.text import Round, TextStream, stream
 
 
@@ -27,26 +28,23 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("text", help="the text to continue")
     add_model(parser)
     add("--max-new-tokens", type=int, default=128)
-    add("--drafter", choices=("qspec", "autoregressive"), default="qspec")
-    add("--draft-length", type=int, default=3, help="tokens per draft")
-    add("--activation", choices=("a8", "a4"), default="a8", help="the draft's activations")
-    add("--quantize", metavar="METHOD", help="quantize a 16-bit model: rtn, mxfp4, int8 …")
-    add_group_size(parser)
+    add_quantize(parser)
+    add_drafter(parser)
     add_cache_bits(parser)
     add("--temperature", type=float, help="sample at this temperature; greedy if left out")
     add("--top-k", type=int, help="sample from the k most probable tokens")
     add("--top-p", type=float, help="sample from the most probable tokens that reach p together")
+    add("--min-p", type=float, help="sample from tokens at least p times as probable as the first")
+    add("--repetition-penalty", type=float, help="make tokens that were there less probable")
     add("--seed", type=int, default=0, help="seed of the sampling")
     add("--trace", action="store_true", help="show where each token came from")
     parser.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace) -> None:
-    params = specjax.load(options.model)
+    params, original = load_target(options)
     tokenizer = specjax.load_tokenizer(options.model)
-    if options.quantize:
-        params = specjax.quantize(params, options.quantize, group_size=options.group_size)
-    drafter = _drafter(options, params)
+    drafter = make_drafter(options, params, original)
     prompt = tokenizer.encode(options.text)
     sampling = _sampling(options)
     first = begun = time.perf_counter()
@@ -74,25 +72,11 @@ def _generate(options: argparse.Namespace) -> None:
         print(_legend())
 
 
-def _drafter(options: argparse.Namespace, params: specjax.Params) -> specjax.Drafter:
-    if options.drafter == "autoregressive":
-        return specjax.Autoregressive()
-    drafter = specjax.QSpec(draft_length=options.draft_length, activation=options.activation)
-    try:
-        drafter.validate(params, positions=0)
-    except ValueError:
-        raise ValueError(
-            f"{options.model} holds 16-bit weights, and the qspec drafter needs 4-bit ones: "
-            "add --quantize rtn, or decode it with --drafter autoregressive"
-        ) from None
-    return drafter
-
-
 def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:
-    if options.temperature is None and options.top_k is None and options.top_p is None:
-        return None
-    temperature = 1.0 if options.temperature is None else options.temperature
-    return specjax.Sampling(temperature=temperature, top_k=options.top_k, top_p=options.top_p)
+    """How to sample, if any of its options is given."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return specjax.Sampling(**given) if given else None
 
 
 def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import specjax
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """--model."""
@@ -15,6 +17,22 @@ def add_group_size(parser: argparse.ArgumentParser) -> None:
     """--group-size."""
     help_ = '32, 64, 128 or "none"'
     parser.add_argument("--group-size", type=_group_size, default=128, help=help_)
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """--quantize and --group-size."""
+    help_ = "quantize a 16-bit model: rtn, mxfp4, int8 …"
+    parser.add_argument("--quantize", metavar="METHOD", help=help_)
+    add_group_size(parser)
+
+
+def load_target(options: argparse.Namespace) -> tuple[specjax.Params, specjax.Params]:
+    """The model of --model, quantized by --quantize, and as it was before."""
+    original = specjax.load(options.model)
+    if not options.quantize:
+        return original, original
+    params = specjax.quantize(original, options.quantize, group_size=options.group_size)
+    return params, original
 
 
 def add_cache_bits(parser: argparse.ArgumentParser) -> None:

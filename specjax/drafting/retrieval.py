@@ -100,8 +100,8 @@ class Retrieval:
         first, count = self.datastore.find(queries, jnp.broadcast_to(lengths, starts.shape))
         count = jnp.where(starts >= 0, count, 0)
         best = jnp.argmax(count > 0, axis=1)[:, None]
-        chosen = (jnp.take_along_axis(x, best, axis=1) for x in (first, count))
-        return *chosen, lengths[best]
+        first, count = (jnp.take_along_axis(x, best, axis=1) for x in (first, count))
+        return first, count, lengths[best]
 
 
 def best_nodes(

@@ -1,0 +1,152 @@
+"""Does the planner predict the speed-up that is then measured?
+
+Each kind of drafter is measured once (`specjax.planning.measure`: acceptance and pass times at its
+longest drafts); the formula then predicts other draft lengths, and each of these decodes the same
+prompts. Drafters and plain decoding take turns, the prompt's pass is not counted, and the median
+ratio to plain decoding is compared with the prediction. Ends with status 1 if one is off by more
+than 10 %.
+
+    python -m benchmarks.planner --json benchmarks/results/planner.json [--model DIR] [--draft DIR]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import lax
+
+import specjax
+from benchmarks.common import parser, table, text_prompts, write
+from specjax import planning
+from specjax.decoding import start
+from specjax.rounds import step
+from specjax.state import DecodeState
+
+BOUND = 0.1
+LENGTHS = {  # of each kind: the first is measured, the others are predicted
+    "mxfp4 cast": ((8,), (2,), (4,), (6,)),
+    "int8 cast": ((8,), (2,), (4,)),
+    "half the layers": ((4,), (1,), (2,)),
+    "two levels": ((8, 3), (4, 2), (6, 2), (6, 3)),
+}
+
+
+def main() -> int:
+    options = _options()
+    params = specjax.load(options.model)
+    tokenizer = specjax.load_tokenizer(options.model)
+    texts = text_prompts(options.data, "arithmetic", options.batch)
+    prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
+    predicted: dict[str, float] = {}
+    drafters: dict[str, specjax.Drafter] = {"plain": specjax.Autoregressive()}
+    for kind, (longest, *others) in LENGTHS.items():
+        first = _drafter(kind, longest, params, options)
+        found = planning.measure(params, first, prompts, max_new_tokens=options.max_new_tokens)
+        for lengths in others:
+            name = f"{kind}, {'+'.join(map(str, lengths))}"
+            drafters[name] = _with_lengths(first, lengths)
+            levels = [
+                dataclasses.replace(level, draft_length=n)
+                for level, n in zip(found.levels, lengths, strict=True)
+            ]
+            predicted[name] = planning.speedup(levels, found.draft_cost)
+    measured = _measure(params, prompts, drafters, options)
+    rows = [
+        {
+            "model": Path(options.model).name,
+            "batch": options.batch,
+            "drafter": name,
+            "predicted": value,
+            "measured": measured[name],
+            "error": value / measured[name] - 1,
+        }
+        for name, value in predicted.items()
+    ]
+    print(table(rows, list(rows[0])))
+    write(options.json, rows)
+    return int(any(abs(row["error"]) > BOUND for row in rows))
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--model", default="tiny-16bit", help="a 16-bit model")
+    add("--draft", help="a small model for the last level; half the layers if left out")
+    add("--batch", type=int, default=1)
+    add("--max-prompt", type=int, default=96)
+    add("--max-new-tokens", type=int, default=192)
+    add("--repeats", type=int, default=7)
+    return parse.parse_args()
+
+
+def _drafter(
+    kind: str, lengths: tuple[int, ...], params: specjax.Params, options: Any
+) -> specjax.Drafter:
+    """A drafter of that kind."""
+    half = specjax.LayerSkip(tuple(range((params.config.num_layers + 1) // 2)), lengths[-1])
+    if kind == "half the layers":
+        return half
+    method = "int8" if kind == "int8 cast" else "mxfp4"
+    cast = specjax.quantize(params, method, lm_head=True)
+    outer = specjax.DraftModel(cast, lengths[0], share_cache=True)
+    if kind != "two levels":
+        return outer
+    if options.draft is None:
+        return specjax.MultiLevel(outer, half)
+    small = specjax.quantize(specjax.load(options.draft), "mxfp4", lm_head=True)
+    return specjax.MultiLevel(outer, specjax.DraftModel(small, lengths[1]))
+
+
+def _with_lengths(drafter: Any, lengths: tuple[int, ...]) -> specjax.Drafter:
+    """The drafter with other draft lengths, one per level."""
+    if isinstance(drafter, specjax.MultiLevel):
+        outer = dataclasses.replace(drafter.outer, draft_length=lengths[0])
+        return specjax.MultiLevel(outer, _with_lengths(drafter.inner, lengths[1:]))
+    return dataclasses.replace(drafter, draft_length=lengths[0])
+
+
+@partial(jax.jit, donate_argnames="state")
+def _run(params: specjax.Params, state: DecodeState, drafter: specjax.Drafter) -> DecodeState:
+    """All rounds."""
+    return lax.while_loop(
+        lambda state: ~state.finished.all(), lambda state: step(params, state, drafter)[0], state
+    )
+
+
+def _measure(
+    params: specjax.Params,
+    prompts: list[list[int]],
+    drafters: dict[str, specjax.Drafter],
+    options: Any,
+) -> dict[str, float]:
+    """The speed-up of every drafter."""
+
+    def seconds(drafter: specjax.Drafter) -> float:
+        state = start(
+            params, prompts, drafter=drafter, max_new_tokens=options.max_new_tokens, stop_tokens=()
+        )
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        jax.block_until_ready(_run(params, state, drafter))
+        return time.perf_counter() - begin
+
+    for drafter in drafters.values():
+        seconds(drafter)  # compiles
+    turns = [
+        {name: seconds(drafter) for name, drafter in drafters.items()}
+        for _ in range(options.repeats)
+    ]
+    return {
+        name: statistics.median(turn["plain"] / turn[name] for turn in turns) for name in drafters
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

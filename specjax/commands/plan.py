@@ -1,0 +1,292 @@
+"""`specjax plan`: memory, speed-up and skipped layers, before anything is decoded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import specjax
+from specjax import planning
+from specjax.commands.drafters import add_drafter, make_drafter
+from specjax.commands.files import check_picture, read_config, read_prompts, write_json
+from specjax.commands.options import (
+    add_cache_bits,
+    add_group_size,
+    add_model,
+    add_quantize,
+    load_target,
+)
+from specjax.commands.plan_pictures import draw_layers, draw_memory, draw_speed
+from specjax.planning.memory import FORMATS, most_that_fits
+from specjax.planning.speed import LONGEST, Level
+
+UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+MOST_ROWS = 4096  # that the memory plan tries
+COUNTS = ("most rows", "longest context")
+
+
+def add(commands: Any) -> None:
+    """Adds the command and its three kinds of plan to a parser's commands."""
+    parser = commands.add_parser("plan", help="memory, speed-up, layers to skip")
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    for name, help_, describe, run in (
+        ("memory", "what target, draft and caches hold", _add_memory, _memory),
+        ("speed", "speed-up and best draft length", _add_speed, _speed),
+        ("layers", "the layers to draft with", _add_layers, _layers),
+    ):
+        each = kinds.add_parser(name, help=help_)
+        describe(each)
+        each.add_argument("--json", type=Path, help="write the numbers to this file")
+        each.add_argument("--picture", type=Path, help="draw them into this file")
+        each.set_defaults(run=run)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add = parser.add_argument
+    add("--weights", choices=FORMATS, help="the target's format, if not its own")
+    add("--draft-weights", choices=FORMATS, help="the draft's format: a cast of the target")
+    add("--draft-model", help="a model that drafts instead of a cast")
+    add("--draft-lm-head", action="store_true", help="the draft's output head has its format too")
+    add("--share-cache", action="store_true", help="a cast drafts from the target's KV cache")
+    add_group_size(parser)
+    add_cache_bits(parser)
+    add("--rows", type=int, default=1, help="sequences at a time")
+    add("--context", type=int, help="tokens per sequence; the model's positions if left out")
+    add("--prompt", type=int, help="how many of them are the prompt; all if left out")
+    add("--draft-length", type=int, default=5)
+    add("--device", type=_size, metavar="SIZE", help="what the device has, such as 80GB or 16GiB")
+
+
+def _add_speed(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--acceptance", type=_numbers, help="of a draft's tokens, in 0 … 1; A,B for two levels")
+    add("--draft-cost", type=_numbers, help="draft pass / target pass; C,D for two levels")
+    add("--row-cost", type=float, default=0.0, help="each draft's share of its verifying pass")
+    add("--longest", type=int, default=LONGEST, help="the longest draft that is considered")
+    add("--measure", action="store_true", help="measure these on this machine and this model")
+    add_model(parser)
+    add_quantize(parser)
+    add_drafter(parser)
+    add("--prompts", type=Path, help="prompts to measure with: JSON lines, or one text per line")
+    add("--rows", type=int, default=1, help="prompts at a time")
+    add("--max-new-tokens", type=int, default=64)
+
+
+def _add_layers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("text", type=Path, help="a file of calibration text")
+    add_model(parser)
+    add_quantize(parser)
+    add("--activation", choices=("a16", "a8", "a4"), default="a16", help="the draft's activations")
+    add("--sequences", type=int, default=4, help="sequences taken from the text")
+    add("--length", type=int, default=256, help="tokens in each")
+    add("--longest", type=int, default=LONGEST, help="the longest draft that is considered")
+
+
+def _memory(options: argparse.Namespace) -> None:
+    check_picture(options.picture)
+    config, weights = read_config(options.model)
+    draft_config, draft = None, None
+    if options.draft_model is not None:
+        draft_config, draft = read_config(options.draft_model)
+    context = config.max_position_embeddings if options.context is None else options.context
+
+    plan = partial(
+        planning.plan_memory, config, options.weights or weights,
+        draft=options.draft_weights or draft, draft_config=draft_config,
+        share_cache=options.share_cache, group_size=options.group_size,
+        lm_head=options.draft_lm_head, prompt=options.prompt, cache_bits=options.cache_bits,
+        draft_length=options.draft_length,
+    )  # fmt: skip
+    found = plan(rows=options.rows, context=context)
+    numbers: dict[str, Any] = dataclasses.asdict(found) | {"total": found.total}
+    device = options.device
+    if device is not None:
+        held = found.target + found.draft
+        if held > device:
+            raise ValueError(
+                f"--device {_bytes(device)} holds not even the weights, {_bytes(held)}"
+            )
+        numbers["device"] = device
+        numbers["most rows"] = most_that_fits(
+            device, lambda n: plan(rows=n, context=context).total, MOST_ROWS
+        )
+        numbers["longest context"] = most_that_fits(
+            device,
+            lambda n: plan(rows=options.rows, context=n).total,
+            config.max_position_embeddings,
+        )
+    _print_table(["", "bytes"], [[name, _shown(name, n)] for name, n in numbers.items()])
+    if device is not None and found.total > device:
+        print(f"\nDoes not fit: {options.rows} rows of {context} tokens")
+    write_json(options.json, numbers)
+    if options.picture is not None:
+        draw_memory(found, device, options.picture)
+
+
+def _speed(options: argparse.Namespace) -> None:
+    check_picture(options.picture)
+    if options.measure:
+        levels, draft_cost = _measured(options)
+    else:
+        levels, draft_cost = _given(options)
+    rows = _best_by_length(levels, draft_cost, options.longest)
+    best = max(rows, key=lambda row: row["speed-up"])
+    header = ["draft length", "below it", "tokens per round", "speed-up"]
+    _print_table(header, [[_number(row[name]) for name in header] for row in rows])
+    print(f"\nbest: {best['draft length']} drafts, {best['speed-up']:.2f} times plain decoding")
+    if best["speed-up"] < 1:
+        print("Drafting does not pay: decode with --drafter autoregressive")
+    numbers = {"levels": [dataclasses.asdict(level) for level in levels], "draft cost": draft_cost}
+    write_json(options.json, numbers | {"lengths": rows})
+    if options.picture is not None:
+        draw_speed(levels, draft_cost, rows, options.picture)
+
+
+def _given(options: argparse.Namespace) -> tuple[tuple[Level, ...], float]:
+    """The levels that the options describe."""
+    shares, costs = options.acceptance, options.draft_cost
+    if shares is None or costs is None or len(shares) != len(costs):
+        raise ValueError(
+            "plan speed needs --acceptance and --draft-cost, a number each per level, or --measure"
+        )
+    passes = (1.0, *costs[:-1])
+    levels = tuple(
+        Level(share, 1, cost, options.row_cost * cost)
+        for share, cost in zip(shares, passes, strict=True)
+    )
+    return levels, costs[-1]
+
+
+def _measured(options: argparse.Namespace) -> tuple[tuple[Level, ...], float]:
+    """Acceptance and costs of the drafter that the options name."""
+    if options.prompts is None:
+        raise ValueError("--measure needs --prompts, a file of prompts")
+    if options.rows < 1:
+        raise ValueError(f"--rows must be at least 1, got {options.rows}")
+    texts = read_prompts(options.prompts)[: options.rows]
+    if len(texts) < options.rows:
+        raise ValueError(f"{options.prompts} has {len(texts)} prompts, --rows {options.rows}")
+    params, original = load_target(options)
+    drafter = make_drafter(options, params, original)
+    tokenizer = specjax.load_tokenizer(options.model)
+    found = planning.measure(
+        params, drafter, [tokenizer.encode(text) for text in texts],
+        max_new_tokens=options.max_new_tokens,
+    )  # fmt: skip
+    schedule = found.adaptive()
+    print(
+        f"one plain pass: {1e3 * found.seconds:.2f} ms; measured at {drafter.draft_length} drafts:"
+    )
+    print(f"{found.tokens_per_round:.2f} tokens per round, speed-up {found.speedup:.2f}")
+    for level in found.levels:
+        costs = ", ".join(f"{cost:.2f}" for cost in level.measured)
+        print(f"acceptance {level.acceptance:.3f}; verifying 0, 1, … drafts costs {costs}")
+    print(f"one draft of the last drafter costs {found.draft_cost:.3f}")
+    print(f"Adaptive(draft_cost={schedule.draft_cost:.3f}, row_cost={schedule.row_cost:.3f})\n")
+    return found.levels, found.draft_cost
+
+
+def _best_by_length(
+    levels: Sequence[Level], draft_cost: float, longest: int
+) -> list[dict[str, Any]]:
+    """For each draft length of the first drafter the best of those below it, and what they give."""
+    target, *inner = levels
+    rows = []
+    for n in range(1, planning.speed.check_length(longest, "longest") + 1):
+        first = dataclasses.replace(target, draft_length=n)
+        below = planning.fastest_drafts(n, inner, draft_cost, longest)
+        rows.append(
+            {
+                "draft length": n,
+                "below it": "+".join(str(level.draft_length) for level in below),
+                "tokens per round": planning.expected_tokens(first.acceptance, n),
+                "speed-up": planning.speedup((first, *below), draft_cost),
+            }
+        )
+    return rows
+
+
+def _layers(options: argparse.Namespace) -> None:
+    check_picture(options.picture)
+    text = options.text.read_text(encoding="utf-8")
+    params, _ = load_target(options)
+    tokenizer = specjax.load_tokenizer(options.model)
+    tokens = specjax.calibration_tokens(
+        text, tokenizer, sequences=options.sequences, length=options.length
+    )
+    with tqdm(unit="layer", leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = planning.search_layers(
+            params, tokens, activation=options.activation, longest=options.longest,
+            progress=progress,
+        )  # fmt: skip
+    rows = [dataclasses.asdict(each) for each in sorted(found, key=lambda each: len(each.layers))]
+    _print_table(list(rows[0]), [[_number(value) for value in row.values()] for row in rows])
+    best = found[0]
+    if best.speedup < 1:
+        print("\nSkipping layers of this model does not pay")
+    else:
+        chosen = ",".join(map(str, best.layers))
+        print(f"\nbest: --drafter layer-skip --layers {chosen} --draft-length {best.draft_length}")
+    write_json(options.json, {"sets": rows})
+    if options.picture is not None:
+        draw_layers(found, options.picture)
+
+
+def _size(text: str) -> int:
+    """Bytes, with a unit or without."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
+    if found is None or found[2] not in UNITS:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise argparse.ArgumentTypeError(f"must be bytes or a number with {units}, got {text!r}")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        message = f"must be numbers with commas between them, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _bytes(count: int) -> str:
+    """In the largest unit that leaves a whole one."""
+    for unit in ("GB", "MB"):
+        if count >= UNITS[unit]:
+            return f"{count / UNITS[unit]:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def _shown(name: str, number: int) -> str:
+    """A number of the memory table: counts as they are, the others in bytes."""
+    return str(number) if name in COUNTS else _bytes(number)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns, aligned on the right but for the first."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        others = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join((line[0].ljust(widths[0]), *others)).rstrip())

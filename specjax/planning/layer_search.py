@@ -1,0 +1,187 @@
+"""Which layers a model can draft without: a greedy search on a calibration text.
+
+The set starts as all layers. Each step removes the one without which the most tokens of the text
+are still what the whole model would say; so there is a set of every size. The one wins whose
+acceptance and cost promise the largest speed-up (`planning.speedup`, at its best draft length).
+
+Acceptance is measured in one teacher-forced pass: the share of positions at which both models'
+greedy choices are the same. There the skipping model reads its own context; when it drafts it reads
+the whole model's, written by the verification, so its drafts are kept a little more often.
+
+A pass costs what its weights weigh: at small batches they are what it waits for (ML-SpecQD, section
+III-B). `measure` times the set that is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.activations import check_activation
+from pallas_kernels.formats import take_rows
+from specjax.checks import check_integer
+from specjax.config import ModelConfig
+from specjax.kv_cache import KVCache
+from specjax.params import Layer, Params
+from specjax.planning.speed import LONGEST, Level, best_draft_lengths, speedup
+from specjax.sampling import greedy
+from specjax.transformer import block, linear, norm, rope_angles
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSet:
+    """Layers to draft with, for `LayerSkip`.
+
+    layers: their numbers, in order.
+    acceptance: the share of the text's positions at which they choose what the whole model does.
+    cost: of a pass, in passes of the whole model.
+    draft_length: the one that promises most.
+    speedup: what it promises.
+    """
+
+    layers: tuple[int, ...]
+    acceptance: float
+    cost: float
+    draft_length: int
+    speedup: float
+
+
+def search_layers(
+    params: Params,
+    tokens: Any,
+    *,
+    activation: str = "a16",
+    least: int = 1,
+    longest: int = LONGEST,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[LayerSet, ...]:
+    """Finds the layers to draft with.
+
+    Takes about L³ / 6 layers' passes over the text, for the states before a removed layer stay.
+
+    Args:
+      params: the model.
+      tokens: int32[S, T], calibration text: S sequences of T tokens, T at least 2, such as
+        `specjax.calibration_tokens` makes.
+      activation: the draft's activation precision, "a16", "a8" or "a4".
+      least: how many layers the smallest set keeps.
+      longest: the longest draft that is considered.
+      progress: called with the removals done and the removals in all.
+
+    Returns:
+      One set per size, the most promising first. If its `speedup` is below 1, skipping layers of
+      this model does not pay.
+
+    Raises:
+      ValueError: an argument is out of its range, or a token outside the vocabulary.
+    """
+    count = params.config.num_layers
+    tokens = _check(params.config, tokens, activation, least)
+    kept = tuple(range(count))
+    x = take_rows(params.embedding, tokens)
+    wanted = _choices(params, _through(params, kept, x, "a16"), "a16")
+    found: list[LayerSet] = []
+    while len(kept) > least:
+        agreements = _without_each(params, kept, x, wanted, activation)
+        gone = max(kept, key=lambda layer: agreements[layer])
+        kept = tuple(layer for layer in kept if layer != gone)
+        found.append(_layer_set(params, kept, agreements[gone], longest))
+        if progress is not None:
+            progress(len(found), count - least)
+    return tuple(sorted(found, key=lambda each: -each.speedup))
+
+
+def pass_cost(params: Params, layers: tuple[int, ...]) -> float:
+    """Bytes of the weights that a pass through these layers and the head reads, over those of a
+    pass through all of them."""
+    sizes = [_nbytes(layer) for layer in params.layers]
+    head = _nbytes(params.head)
+    return (sum(sizes[layer] for layer in layers) + head) / (sum(sizes) + head)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _layer_set(
+    params: Params, layers: tuple[int, ...], acceptance: float, longest: int
+) -> LayerSet:
+    cost = pass_cost(params, layers)
+    best = best_draft_lengths(Level(acceptance), cost, longest)
+    return LayerSet(layers, acceptance, cost, best[0].draft_length, speedup(best, cost))
+
+
+def _without_each(
+    params: Params, kept: tuple[int, ...], x: jax.Array, wanted: jax.Array, activation: str
+) -> dict[int, float]:
+    """How often the model chooses `wanted` without each of the kept layers in turn.
+
+    x: [S, T, D], the embedded text; wanted: int32[S, T].
+    """
+    shares = {}
+    for place, layer in enumerate(kept):
+        without = _through(params, kept[place + 1 :], x, activation)
+        chosen = _choices(params, without, activation)
+        shares[layer] = float(jnp.mean(chosen == wanted))
+        x = _through(params, (layer,), x, activation)
+    return shares
+
+
+def _through(params: Params, layers: tuple[int, ...], x: jax.Array, activation: str) -> jax.Array:
+    """The residual stream [S, T, D] after these layers."""
+    for index in layers:
+        # As the only layer of a model: one compilation serves all that are alike.
+        alone = dataclasses.replace(
+            params.config, num_layers=1, sliding_layers=None,
+            sliding_window=params.config.window(index),
+        )  # fmt: skip
+        x = _run(params.layers[index], x, alone, activation)
+    return x
+
+
+@partial(jax.jit, static_argnames=("config", "activation"))
+def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: str) -> jax.Array:
+    """One layer over whole sequences without context."""
+    rows, width, _ = x.shape
+    positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
+    cache = KVCache.create(config, rows, width)
+    rope = rope_angles(config, positions)
+    return block(layer, x, 0, rope, positions, cache, None, activation, config)[0]
+
+
+@partial(jax.jit, static_argnames="activation")
+def _choices(params: Params, x: jax.Array, activation: str) -> jax.Array:
+    """The greedy choice at every position. [S, T, D] -> int32[S, T]."""
+
+    def of_sequence(x: jax.Array) -> jax.Array:  # logits of all at once would take gigabytes
+        return greedy(
+            linear(norm(x, params.final_norm, params.config, x.dtype), params.head, activation)
+        )
+
+    return jax.lax.map(of_sequence, x)
+
+
+def _check(config: ModelConfig, tokens: Any, activation: str, least: int) -> jax.Array:
+    check_activation(activation)
+    found = np.asarray(tokens)
+    if found.ndim != 2 or found.shape[0] < 1 or found.shape[1] < 2 or found.dtype.kind not in "iu":
+        raise ValueError(
+            "tokens must be int32[S, T], S sequences of at least two tokens, "
+            f"got {found.dtype.name}{list(found.shape)}"
+        )
+    if found.min() < 0 or found.max() >= config.vocab_size:
+        raise ValueError(
+            f"tokens must be in 0 … {config.vocab_size - 1}, got {found.min()} … {found.max()}"
+        )
+    if not 1 <= check_integer("least", least) < config.num_layers:
+        raise ValueError(
+            f"least must be in 1 … {config.num_layers - 1}, fewer than the model's layers, "
+            f"got {least}"
+        )
+    return jnp.asarray(found, jnp.int32)

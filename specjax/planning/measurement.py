@@ -1,0 +1,249 @@
+"""What the formulas ask for, measured on this machine: acceptance by decoding, costs by timing.
+
+Every pass runs in a compiled loop over the state that decoding begins with. The programs take
+turns, so that a busy machine slows all of them, and only the ratios of their medians are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.checks import check_integer
+from specjax.decoding import decode, start
+from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
+from specjax.params import Params
+from specjax.planning.speed import Level, draft_time, speedup
+from specjax.prompts import Prompt
+from specjax.rounds import verify
+from specjax.sampling import Sampling
+from specjax.state import DecodeState, Proposal
+
+_CALL_SECONDS = 0.1  # of work per timed call, so that the call itself does not count
+_MOST_REPEATS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """A drafter on one model and machine.
+
+    levels: the target and, where its draft is drafted for, the levels below; see `Level`. Costs are
+        in units of one plain pass of the target.
+    draft_cost: the last drafter's time per draft.
+    seconds: one plain pass of the target.
+    tokens_per_round: tokens gained per target pass.
+    """
+
+    levels: tuple[Level, ...]
+    draft_cost: float
+    seconds: float
+    tokens_per_round: float
+
+    @property
+    def speedup(self) -> float:
+        """What the formula makes of it, at the draft lengths that were measured."""
+        return speedup(self.levels, self.draft_cost)
+
+    def adaptive(self) -> Adaptive:
+        """The schedule of the first drafter, with these costs."""
+        target, *inner = self.levels
+        per_draft = draft_time(target.draft_length, inner, self.draft_cost) / target.draft_length
+        return Adaptive(draft_cost=per_draft, row_cost=target.row_cost)
+
+
+def measure(
+    params: Params,
+    drafter: Drafter,
+    prompts: Prompt,
+    *,
+    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    turns: int = 5,
+) -> Measurement:
+    """Measures what `speedup` and `Adaptive` want to know.
+
+    Acceptance is that of decoding the prompts; passes are timed with the prompts as context, at 1 …
+    N + 1 tokens where N is the drafter's draft_length. The formulas take every round for one of N
+    drafts and every α for the same, so a drafter with a schedule or a confidence is measured
+    without them.
+
+    Args:
+      params: the target.
+      drafter: a drafter that proposes chains; the models of a MultiLevel are measured each.
+      prompts, prompt_lengths, max_new_tokens, sampling, key: as for `specjax.decode`. The number of
+        prompts is the batch size that costs are measured at.
+      turns: how often every pass is timed.
+
+    Returns:
+      The measurement.
+
+    Raises:
+      ValueError: as `specjax.decode` does; the drafter proposes nothing; or `turns` is less than 1.
+    """
+    if check_integer("turns", turns) < 1:
+        raise ValueError(f"turns must be at least 1, got {turns}")
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens, "prompt_lengths": prompt_lengths, "sampling": sampling,
+        "key": key, "stop_tokens": (),
+    }  # fmt: skip
+    drafter = _of_fixed_length(drafter)
+    result = decode(params, prompts, drafter=drafter, **options)
+    if drafter.draft_length == 0:
+        raise ValueError(f"drafter must propose something, got {drafter!r}")
+    last, models = _split(drafter, _Model(params, "a16", None, drafter.draft_length, 0))
+    timers = [_verifications(model, prompts, options) for model in models]
+    timers.append([_drafts(models[-1], last, len(models) - 1, prompts, options)])
+    costs, seconds = _relative(timers, turns)
+    levels = tuple(
+        _level(measured, float(stats.token_acceptance))
+        for measured, stats in zip(costs, (result.stats, *result.levels), strict=False)
+    )
+    draft_cost = costs[-1][0] / last.draft_length
+    return Measurement(levels, draft_cost, seconds, float(result.stats.tokens_per_round))
+
+
+class _Model(NamedTuple):
+    """A model that verifies `draft_length` drafts; `lag` as in its `DecodeState`."""
+
+    params: Params
+    activation: str
+    layers: tuple[int, ...] | None
+    draft_length: int
+    lag: int
+
+
+def _of_fixed_length(drafter: Any) -> Any:
+    """The drafter without what ends its drafts early. What is no drafter, `decode` refuses."""
+    if isinstance(drafter, MultiLevel):
+        return MultiLevel(_of_fixed_length(drafter.outer), _of_fixed_length(drafter.inner))
+    if isinstance(drafter, type) or not dataclasses.is_dataclass(drafter):
+        return drafter
+    names = {field.name for field in dataclasses.fields(drafter)}
+    changes = dict.fromkeys(names & {"schedule", "confidence"})
+    return dataclasses.replace(drafter, **changes)  # type: ignore[type-var]
+
+
+def _split(drafter: Drafter, above: _Model, depth: int = 0) -> tuple[Drafter, list[_Model]]:
+    """The last drafter, and the models from `above` down to the one that it drafts for."""
+    if not isinstance(drafter, MultiLevel):
+        return drafter, [above]
+    outer = drafter.outer
+    model = _Model(
+        params=outer.model(above.params),
+        activation=outer.activation,
+        layers=outer.layers,
+        draft_length=drafter.inner.draft_length,
+        lag=depth + 1 if outer.own_cache else above.lag,
+    )
+    last, models = _split(drafter.inner, model, depth + 1)
+    return last, [above, *models]
+
+
+def _verifications(
+    model: _Model, prompts: Prompt, options: dict[str, Any]
+) -> list[Callable[[int], float]]:
+    """Timers of the model's passes over 0 … N drafts."""
+    state = start(model.params, prompts, drafter=Autoregressive(), **options)
+    holder = [dataclasses.replace(state, lag=model.lag)]
+
+    def timer(drafts: int) -> Callable[[int], float]:
+        def program(state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
+            return _verify_repeatedly(
+                model.params, state, repeats, drafts, model.activation, model.layers
+            )
+
+        return partial(_seconds, program, holder)
+
+    return [timer(drafts) for drafts in range(model.draft_length + 1)]
+
+
+def _drafts(
+    model: _Model, drafter: Drafter, depth: int, prompts: Prompt, options: dict[str, Any]
+) -> Callable[[int], float]:
+    """A timer of whole drafts for a model with so many levels above it."""
+    state = start(model.params, prompts, drafter=drafter, **options)
+    holder = [dataclasses.replace(state, lag=model.lag, depth=depth)]
+
+    def program(state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
+        return _draft_repeatedly(model.params, state, repeats, drafter)
+
+    return partial(_seconds, program, holder)
+
+
+@partial(jax.jit, static_argnames=("drafts", "activation", "layers"), donate_argnames="state")
+def _verify_repeatedly(
+    params: Params,
+    state: DecodeState,
+    repeats: int,
+    drafts: int,
+    activation: str,
+    layers: tuple[int, ...] | None,
+) -> tuple[DecodeState, jax.Array]:
+    """Verifies a draft of zeros again and again; the sum of what comes of it keeps it all alive."""
+    proposal = Proposal(jnp.zeros((state.tokens.shape[0], drafts), jnp.int32))
+
+    def one_pass(_: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, Any]:
+        state, total = carry
+        verified, cache = verify(params, state, proposal, activation, layers)
+        return dataclasses.replace(state, cache=cache), total + jnp.sum(verified.emitted)
+
+    return lax.fori_loop(0, repeats, one_pass, (state, jnp.int32(0)))
+
+
+@partial(jax.jit, donate_argnames="state")
+def _draft_repeatedly(
+    params: Params, state: DecodeState, repeats: int, drafter: Drafter
+) -> tuple[DecodeState, jax.Array]:
+    """Makes the same draft again and again."""
+
+    def one_draft(_: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, Any]:
+        state, total = carry
+        proposal, state = drafter.propose(params, state)
+        return state, total + jnp.sum(proposal.tokens)
+
+    return lax.fori_loop(0, repeats, one_draft, (state, jnp.int32(0)))
+
+
+def _seconds(
+    program: Callable[[DecodeState, int], tuple[DecodeState, jax.Array]],
+    holder: list[DecodeState],
+    repeats: int,
+) -> float:
+    """Seconds per repetition of a program that uses up the holder's state and gives another."""
+    begin = time.perf_counter()
+    holder[0], total = program(holder[0], repeats)
+    jax.block_until_ready(total)
+    return (time.perf_counter() - begin) / repeats
+
+
+def _relative(
+    groups: list[list[Callable[[int], float]]], turns: int
+) -> tuple[list[list[float]], float]:
+    """Every timer's median over the first one's of the same turn, and that one's seconds."""
+    timers = [timer for group in groups for timer in group]
+    for timer in timers:
+        timer(1)  # compiles
+    repeats = [max(1, min(_MOST_REPEATS, int(_CALL_SECONDS / timer(1)))) for timer in timers]
+    times = np.array(
+        [[timer(count) for timer, count in zip(timers, repeats, strict=True)] for _ in range(turns)]
+    )
+    found = iter(np.median(times / times[:, :1], axis=0).tolist())
+    return [[next(found) for _ in group] for group in groups], float(np.median(times[:, 0]))
+
+
+def _level(costs: list[float], acceptance: float) -> Level:
+    """A level whose passes over 0, 1 … drafts cost so much, and a line through them for longer ones
+    that begins at the first."""
+    drafts = np.arange(len(costs))
+    row_cost = float(drafts @ (np.array(costs) - costs[0]) / (drafts @ drafts))
+    return Level(acceptance, len(costs) - 1, costs[0], max(row_cost, 0.0), tuple(costs))

@@ -1,0 +1,227 @@
+"""How much faster speculation is, from how often drafts are accepted and what passes cost.
+
+All costs are in units of one plain pass of the target. With α the probability that a draft is kept
+given that those before it were, a round of N drafts gains 1 + α + … + αᴺ tokens (the article, "The
+Acceptance-Rejection Mechanism"; Leviathan et al. 2023, equation 1) and takes N drafting passes and
+one verifying pass.
+
+With several levels, a level's drafts are made in rounds of their own until there are enough of
+them. ML-SpecQD (section III-C) puts the speed that they are made with into its equation 1; that
+takes every round for a full one (`ml_specqd_speedup`). `speedup` counts the rounds that a draft of
+a given length really needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from specjax.checks import check_integer
+
+LONGEST = 12  # drafts per round that are looked at unless told otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A model that verifies, and how what drafts for it fares.
+
+    acceptance: α, the probability that a draft is kept given that those before it were, in 0 … 1.
+    draft_length: N, drafts per round.
+    pass_cost: the model's pass over one token; of the target 1, or more where a verifying pass
+        costs a fixed share more than a plain one (the article's verify_overhead).
+    row_cost: what every draft adds to the verifying pass.
+    measured: costs of verifying 0, 1, 2 … drafts, which go before pass_cost + n · row_cost.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    acceptance: float
+    draft_length: int = 5
+    pass_cost: float = 1.0
+    row_cost: float = 0.0
+    measured: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_share("acceptance", self.acceptance)
+        check_length(self.draft_length)
+        check_cost("row_cost", self.row_cost)
+        for cost in (self.pass_cost, *self.measured):
+            if check_cost("pass_cost", cost) == 0:
+                raise ValueError("pass_cost must be more than 0, got 0")
+
+    def verification(self, drafts: int) -> float:
+        """Cost of the pass that verifies so many drafts."""
+        if drafts < len(self.measured):
+            return self.measured[drafts]
+        return self.pass_cost + drafts * self.row_cost
+
+
+def expected_tokens(acceptance: float, draft_length: int) -> float:
+    """Tokens gained per round, 1 + α + … + αᴺ = (1 - αᴺ⁺¹) / (1 - α).
+
+    The article's "E[accepted]", which counts the token that the target adds. Raises ValueError
+    where an argument is out of its range.
+    """
+    check_share("acceptance", acceptance)
+    return sum(acceptance**n for n in range(check_length(draft_length) + 1))
+
+
+def accepted_share(acceptance: float, draft_length: int) -> float:
+    """The share of all drafts that is kept: ML-SpecQD's α = G / N (section III-B)."""
+    return (expected_tokens(acceptance, draft_length) - 1) / draft_length
+
+
+def expected_rounds(tokens: int, acceptance: float, draft_length: int) -> float:
+    """Rounds until `tokens` tokens are there, the last one cut off where it makes more.
+
+    R(n) = 1 + Σₖ P(k) · R(n - k - 1), and 0 for n ≤ 0, where P(k) is the chance that a round keeps
+    k = 0 … N drafts: (1 - α) · αᵏ, and αᴺ for k = N.
+    """
+    check_share("acceptance", acceptance)
+    check_length(draft_length)
+    gains = [(1 - acceptance) * acceptance**k for k in range(draft_length)]
+    gains.append(acceptance**draft_length)
+    rounds: list[float] = [0.0]
+    for n in range(1, tokens + 1):
+        rounds.append(1 + sum(p * rounds[max(n - k - 1, 0)] for k, p in enumerate(gains)))
+    return rounds[tokens]
+
+
+def speedup(levels: Level | Sequence[Level], draft_cost: float) -> float:
+    """Tokens per second over plain decoding's (the article, "Speedup model").
+
+    Args:
+      levels: the target with what drafts for it; where that is drafted for in turn, it comes next,
+        with its own pass_cost and row_cost.
+      draft_cost: one drafting pass of the last drafter (ML-SpecQD's 1 / S).
+
+    Returns:
+      The speed-up; below 1 drafting does not pay.
+
+    Raises:
+      ValueError: no levels, or a cost is negative or no number.
+    """
+    target, *inner = _as_levels(levels)
+    check_cost("draft_cost", draft_cost)
+    n = target.draft_length
+    cost = draft_time(n, inner, draft_cost) + target.verification(n)
+    return expected_tokens(target.acceptance, n) / cost
+
+
+def draft_time(tokens: int, levels: Sequence[Level], draft_cost: float) -> float:
+    """Cost of a draft of so many tokens, made by the first of `levels`; without any, by passes.
+
+    Every round that a level needs drafts its whole length, and is verified in one pass.
+    """
+    if not levels:
+        return tokens * draft_cost
+    level, *inner = levels
+    n = level.draft_length
+    rounds = expected_rounds(tokens, level.acceptance, n)
+    return rounds * (draft_time(n, inner, draft_cost) + level.verification(n))
+
+
+def best_draft_lengths(
+    levels: Level | Sequence[Level], draft_cost: float, longest: int = LONGEST
+) -> tuple[Level, ...]:
+    """The levels with the draft lengths that promise most (the article, "Optimal k Selection").
+
+    Args:
+      levels, draft_cost: as for `speedup`; the levels' own draft lengths do not matter.
+      longest: the longest draft that is tried, for each level.
+
+    Returns:
+      The levels. Their `speedup` may still be below 1.
+
+    Raises:
+      ValueError: as `speedup` does.
+    """
+    target, *inner = _as_levels(levels)
+    tried = (
+        (
+            dataclasses.replace(target, draft_length=n),
+            *fastest_drafts(n, inner, draft_cost, longest),
+        )
+        for n in range(1, check_length(longest, "longest") + 1)
+    )
+    return max(tried, key=lambda each: speedup(each, draft_cost))
+
+
+def fastest_drafts(
+    tokens: int, levels: Sequence[Level], draft_cost: float, longest: int = LONGEST
+) -> tuple[Level, ...]:
+    """The levels with the draft lengths that make `draft_time` of so many tokens the least."""
+    lengths = itertools.product(range(1, longest + 1), repeat=len(levels))
+    tried = (
+        tuple(
+            dataclasses.replace(level, draft_length=n)
+            for level, n in zip(levels, each, strict=True)
+        )
+        for each in lengths
+    )
+    return min(tried, key=lambda each: draft_time(tokens, each, draft_cost))
+
+
+def ml_specqd_speedup(
+    shares: Sequence[float], draft_lengths: Sequence[int], times_faster: Sequence[float]
+) -> float:
+    """ML-SpecQD's equation 1, (α + 1/N) / (1/N + 1/S), for any number of levels (section III-C).
+
+    Figure 2 plots one level at N = 4 and S = 4, 20 and 100; figure 3 two levels at S = 4 and 100.
+
+    Args:
+      shares: of each level's drafts that are kept, α = G / N; the level below the target first.
+      draft_lengths: N of each.
+      times_faster: S, how many times faster than the target each drafting model is.
+
+    Returns:
+      The speed-up over plain decoding.
+
+    Raises:
+      ValueError: the arguments are of different lengths or out of their ranges.
+    """
+    if not len(shares) == len(draft_lengths) == len(times_faster) or not shares:
+        raise ValueError(
+            "shares, draft_lengths and times_faster must name as many levels each, at least one; "
+            f"got {len(shares)}, {len(draft_lengths)} and {len(times_faster)}"
+        )
+    for faster in times_faster:
+        if not 0 < faster < math.inf:
+            raise ValueError(f"times_faster must be more than 0, got {faster!r}")
+    models = [1.0, *times_faster]
+    speed = models[-1]
+    for index in reversed(range(len(shares))):
+        share = check_share("a share", shares[index])
+        n = check_length(draft_lengths[index])
+        speed = models[index] * (share + 1 / n) / (1 / n + models[index] / speed)
+    return speed
+
+
+def check_share(name: str, value: float) -> float:
+    """`value`; raises ValueError unless it is in 0 … 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in 0 … 1, got {value!r}")
+    return value
+
+
+def check_cost(name: str, value: float) -> float:
+    """`value`; raises ValueError where it is negative, infinite or no number."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be 0 or more, in passes of the target, got {value!r}")
+    return value
+
+
+def check_length(value: int, name: str = "draft_length") -> int:
+    """`value` as an int of at least 1. Raises ValueError otherwise."""
+    if check_integer(name, value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)
+
+
+def _as_levels(levels: Level | Sequence[Level]) -> tuple[Level, ...]:
+    found = (levels,) if isinstance(levels, Level) else tuple(levels)
+    if not found:
+        raise ValueError("levels must hold at least one Level, got none")
+    return found
