@@ -1,12 +1,15 @@
-"""Compiles the TPU kernel for real TPUs, without one: what the compiler accepts, and what it says.
+"""Compiles the TPU kernels for real TPUs, without one: what the compiler accepts and what it says.
 
 The compiler is the one in the `libtpu` package (`pip install libtpu`, in the version that
 `jax[tpu]` asks for); no TPU is touched. Every weight format, for the matrices of Llama-3.2-1B,
-Llama-3-8B and Qwen2.5-7B. What does not compile, or needs more VMEM than there is, is a failure.
+Llama-3-8B and Qwen2.5-7B, and attention with the heads of Llama-2-7B, Llama-3-8B and Qwen2.5-7B.
+What does not compile, or needs more VMEM than there is, is a failure; so is attention whose program
+copies the cache.
 
 The columns: VMEM that the kernel holds; vector registers that the schedule spills; and the cycles
-that the compiler schedules for one turn of the kernel's loop and for each 1024 weights of it,
-without waiting for memory. They are the compiler's numbers, no measurement.
+that the compiler schedules for one turn of the matrix kernel's loop and for each 1024 weights of
+it, without waiting for memory. They are the compiler's numbers, no measurement. For attention, M is
+T, and K and N are the query and the key-value heads.
 
     python -m benchmarks.compile_check_tpu --json benchmarks/results/compile_check_tpu.json
 """
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from benchmarks.common import table, write
+from benchmarks.compile_check_gpu import attention_shapes
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.formats import (
     BLOCK,
@@ -50,6 +55,13 @@ MATRICES = {  # K, N
     "Qwen2.5-7B": ((3584, 3584), (3584, 512), (3584, 18944), (18944, 3584)),
 }
 ROWS = (1, 8, 32, 128)
+HEADS = ((32, 32), (32, 8), (28, 4))  # query and key-value heads, of 128 features
+TOKENS = (
+    (1, False, None),
+    (8, False, 4096),
+    (48, True, None),
+    (512, False, 4096),
+)  # T, mask, window
 FORMATS = (
     "int4",
     "int4 32",
@@ -73,9 +85,9 @@ def main() -> None:
     rows = []
     with _compiler_dumps() as dumps:
         for chip in options.chips:
-            for case in _cases(options.quick):
-                rows.append(_check(dumps, chip, **case))
-                print(table(rows[-1:], COLUMNS).splitlines()[-1], flush=True)
+            for row in _rows(dumps, chip, options.quick):
+                rows.append(row)
+                print(table([row], COLUMNS).splitlines()[-1], flush=True)
     failed = [row for row in rows if row["error"]]
     print(f"\n{table(failed or rows, COLUMNS)}\n\n{len(rows)} compiled, {len(failed)} failed")
     write(options.json, rows)
@@ -116,19 +128,48 @@ def _cases(quick: bool) -> Iterator[dict[str, Any]]:
                 yield {"name": "int4", "activation": activation, "m": m, "k": k, "n": n}
 
 
-def _check(
-    dumps: Path, chip: str, name: str, activation: str, m: int, k: int, n: int, whole: bool = False
-) -> dict[str, Any]:
-    """One compilation; `whole`: with the quantization of x around the kernel."""
-    row = {"chip": chip, "format": name, "activation": activation, "M": m, "K": k, "N": n}
+def _rows(dumps: Path, chip: str, quick: bool) -> Iterator[dict[str, Any]]:
+    """One for every compilation for the chip."""
+    for case in _cases(quick):
+        whole = case.pop("whole", False)
+        head = {"chip": chip, "format": case["name"], "activation": case["activation"]}
+        head |= {"M": case["m"], "K": case["k"], "N": case["n"]}
+        yield _attempt(head, partial(_check_matmul, dumps, chip, case, whole))
+    for heads, kv_heads in HEADS[1:2] if quick else HEADS:
+        for t, masked, window in TOKENS[:1] if quick else TOKENS:
+            name = f"attention{' mask' * masked}{' window' * (window is not None)}"
+            head = {"chip": chip, "format": name, "activation": "", "M": t, "K": heads}
+            shapes = attention_shapes(2, t, heads, kv_heads, 128, 16, masked)
+            check = partial(_check_attention, dumps, chip, shapes, window)
+            yield _attempt(head | {"N": kv_heads}, check)
+
+
+def _attempt(head: dict[str, Any], check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
-        function, arguments = (_matmul if whole else _kernel)(chip, name, activation, m, k, n)
-        _compile(dumps, chip, function, *arguments)
-        row |= {**_schedule(dumps, arguments[-1]), "error": ""}
+        row = head | check() | {"error": ""}
     except Exception as error:  # whatever the compiler raises is what this script is for
-        row |= {"error": " ".join(str(error).split())[:300] or type(error).__name__}
-    return {**row, "seconds": round(time.perf_counter() - begin, 2)}
+        row = head | {"error": " ".join(str(error).split())[:300] or type(error).__name__}
+    return row | {"seconds": round(time.perf_counter() - begin, 2)}
+
+
+def _check_matmul(dumps: Path, chip: str, case: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """`whole`: with the quantization of x around the kernel."""
+    function, arguments = (_matmul if whole else _kernel)(chip, **case)
+    _compile(dumps, chip, function, *arguments)
+    return _schedule(dumps, arguments[-1])
+
+
+def _check_attention(
+    dumps: Path, chip: str, shapes: tuple[Any, ...], window: int | None
+) -> dict[str, Any]:
+    cache = shapes[1].shape
+    kernel = partial(mosaic_tpu.attention, window=window, head_scale=cache[-1] ** -0.5)
+    text = _compile(dumps, chip, kernel, *shapes)
+    dimensions = ",".join(map(str, cache))
+    if re.search(rf"= u16\[{dimensions}\]\S* (copy|fusion)\(", text):
+        raise RuntimeError("the program copies the cache")
+    return _memory(*_dump(dumps))
 
 
 def _matmul(
@@ -175,33 +216,45 @@ def _on(chip: str):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def _compile(dumps: Path, chip: str, function: Callable[..., jax.Array], *arguments: Any) -> None:
+def _compile(dumps: Path, chip: str, function: Callable[..., jax.Array], *arguments: Any) -> str:
+    """The text of the program; what the compiler made on the way is in `dumps`."""
     for file in dumps.iterdir():
         file.unlink()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0])
     device = SingleDeviceSharding(topology.devices[0])
     with _on(chip):
         traced = jax.jit(function, in_shardings=device, out_shardings=device).trace(*arguments)
-        traced.lower(lowering_platforms=("tpu",)).compile()
+        return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
 
 
-def _schedule(dumps: Path, weight: Quantized) -> dict[str, Any]:
-    """What the compiler's dump says of the kernel, the one program that has scratch operands."""
+def _dump(dumps: Path) -> tuple[str, str]:
+    """The allocations and the schedule of the kernel, the one program with scratch operands."""
     [original] = (
         path for path in dumps.glob("*-original.txt") if "'scratch operand'" in path.read_text()
     )
     program = original.name.rsplit("-", 2)[0]
     [bundles] = dumps.glob(f"{program}-*-final_bundles.txt")
-    allocations, text = original.read_text(), bundles.read_text()
+    return original.read_text(), bundles.read_text()
+
+
+def _memory(allocations: str, bundles: str) -> dict[str, Any]:
     sizes = re.findall(r"space=vmem, size = (0x[0-9a-f]+)", allocations)
-    turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", text, re.MULTILINE))
+    return {
+        "vmem_kib": sum(int(size, 16) for size in sizes) // 1024,
+        "spills": len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", bundles)),
+    }
+
+
+def _schedule(dumps: Path, weight: Quantized) -> dict[str, Any]:
+    """What the compiler's dump says of the matrix kernel."""
+    allocations, bundles = _dump(dumps)
+    turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", bundles, re.MULTILINE))
     stored = storage(weight).shape[1]
     found = re.search(rf"window shape is [us]8\[(\d+),{stored}\]", allocations)
     weights = quantized_matmul.BLOCKS_PER_TURN * BLOCK * int(found[1])
     loops = weight.shape[1] >= 2 * quantized_matmul.BLOCKS_PER_TURN * BLOCK
     return {
-        "vmem_kib": sum(int(size, 16) for size in sizes) // 1024,
-        "spills": len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text)),
+        **_memory(allocations, bundles),
         "turn_cycles": turn if loops else "",
         "cycles_per_1024": 1024 * turn / weights if loops else "",
     }

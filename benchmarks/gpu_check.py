@@ -1,11 +1,12 @@
 """What only a GPU can show, in one command of less than ten minutes (`make gpu-check`).
 
-1. Numerics: every format of the GPUs' own kernels, activation precision and awkward size, on fresh
-   random inputs (`--seed` repeats a run), against float64; and whether a row's bits depend on how
-   many rows there are.
+1. Numerics: every format of the GPUs' own kernels, activation precision and awkward size, and
+   attention over every cache, on fresh random inputs (`--seed` repeats a run), against float64; and
+   whether a row's bits depend on how many rows, or tokens, there are.
 2. Exactness: whether QSpec's output on the model that ships is plain decoding's.
-3. Speed: the layers of Llama-3-8B beside the GPU's measured limits, XLA's 16-bit product and
-   PyTorch's kernels (`benchmarks/kernels.py`), as many as the time allows.
+3. Speed: attention with Llama-3-8B's heads beside the time to read its cache; the model's layers
+   beside the GPU's measured limits, XLA's 16-bit product and PyTorch's kernels
+   (`benchmarks/kernels.py`), as many as the time allows.
 
     python -m benchmarks.gpu_check [--seed N] [--json OUT]
 
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from benchmarks import attention_check
 from benchmarks.common import ROOT, parser, table, write
 from benchmarks.kernels import LAYERS, kernels, measurements
 from benchmarks.rates import device_name
@@ -65,8 +67,10 @@ def main() -> int:
     end = time.monotonic() + SECONDS
     print(f"{device_name()}, {', '.join(implementations)}, --seed {options.seed}", flush=True)
     lines = _report(numerics(implementations, options.seed))
+    lines += _report(attention_check.numerics(implementations, options.seed))
     lines += _report(exactness(options.seed))
     failed = sum(not line["passed"] for line in lines)
+    lines += attention_check.speed(implementations)
     shapes = LAYERS[options.model]
     for line in measurements(shapes, options.kernels, options.rows, beside=not options.no_peers):
         lines.append({"check": "speed"} | line)

@@ -120,7 +120,7 @@ def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
     return (first, *(jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(count - 1)))
 
 
-def _time_chain(
+def time_chain(
     product: Callable[[jax.Array, Weight], jax.Array], x: jax.Array, weights: Sequence[Any]
 ) -> float:
     """Seconds per product, in one program that reads all weights one after another."""
@@ -161,7 +161,7 @@ def measure(
     weights = _copies(kernel, n, k)
     dtype = jnp.bfloat16
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, k)), dtype)
-    took = _time_chain(lambda x, w: matmul(x, w, kernel.activation), x, weights)
+    took = time_chain(lambda x, w: matmul(x, w, kernel.activation), x, weights)
     moved = weights[0].nbytes + rows * (2 * k + 4 * n)
     by_bytes, by_operations = moved / rates["read"], 2 * rows * n * k / rates[kernel.arithmetic]
     limit = max(by_bytes, by_operations)
@@ -187,7 +187,7 @@ def peers(name: str, kernel: Kernel, rows: int, n: int, k: int) -> Iterator[tupl
             )
 
         plain = tuple(w.bits.view(jnp.bfloat16) for w in weights)
-        yield "xla", _time_chain(product, x, plain)
+        yield "xla", time_chain(product, x, plain)
     backend = jax.default_backend()
     yield from torch_kernels.times(
         name, rows, n, k, seconds, CACHE_BYTES[backend],

@@ -1,3 +1,5 @@
-"""Matrix kernels for TPUs."""
+"""Kernels for TPUs: matrices and attention."""
 
+from pallas_kernels.mosaic_tpu.attention import attention as attention
+from pallas_kernels.mosaic_tpu.attention import attention_refusal as attention_refusal
 from pallas_kernels.mosaic_tpu.quantized_matmul import matmul as matmul

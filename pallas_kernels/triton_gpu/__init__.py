@@ -1,3 +1,5 @@
-"""Matrix kernels for NVIDIA GPUs of any generation."""
+"""Kernels for NVIDIA GPUs of any generation: matrices and attention (from Ampere on)."""
 
+from pallas_kernels.triton_gpu.attention import attention as attention
+from pallas_kernels.triton_gpu.attention import attention_refusal as attention_refusal
 from pallas_kernels.triton_gpu.quantized_matmul import matmul as matmul

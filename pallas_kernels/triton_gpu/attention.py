@@ -1,0 +1,230 @@
+"""Attention of new tokens over the KV cache, for NVIDIA GPUs from Ampere on.
+
+Two Pallas kernels, compiled by Pallas's Triton backend. The first reads the cache as it is stored:
+a program has ROW_TILE query rows of one row and key-value head and one segment of the slots, and
+runs the softmax over its blocks in slot order. The second merges a tile's segments in their order.
+Segments let one row's context keep all multiprocessors busy. Those past what a tile's rows see end
+as they start, so the cost follows the context in use, or the window.
+
+The meaning is that of `pallas_kernels.attention_reference`, with two differences of rounding: the
+softmax's weights are rounded to bfloat16 for the tensor cores (their sum is not), and a quantized
+slot's scale multiplies its score and its weight, since code - zero is exact in bfloat16. Products
+are summed in float32.
+
+Order of summation: block after block in slot order within a segment, then segment after segment;
+within a block, what one product of ROW_TILE rows does. Segments and blocks begin at fixed slots,
+and T chooses nothing but the number of tiles, so that a row's bits depend neither on T nor on its
+neighbours. That rests on the tensor cores treating the rows of a product alike, which they are
+known to do. A program under a mask differs in what is visible, and there the compiler could order
+the same float operations otherwise; no GPU was at hand to see that it does not.
+
+Left out: float32, whose products spill registers; heads that are not a power of two wide; tiles
+and segments chosen by measurement. A long prompt reads the cache once for every ROW_TILE of its
+rows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import attention_operands as shared
+from pallas_kernels.attention_reference import BLOCK
+from pallas_kernels.cache_entries import Entries, QuantizedEntries
+
+ROW_TILE = 16  # the narrowest product
+SEGMENT = 4  # blocks that one program reads
+PIPELINED_BYTES = 2**16  # of a block's keys and values: they fit every GPU's shared memory
+NARROWEST, WIDEST = 16, 256  # features: of a product, and of a head that the registers hold
+_LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right side's axis to sum
+
+
+def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None) -> str | None:
+    """Why `attention` does not serve these operands; None where it does."""
+    stored = "codes" if isinstance(keys, QuantizedEntries) else keys.dtype.name
+    if queries.dtype != jnp.bfloat16 or stored not in ("codes", "uint16"):
+        return (
+            "queries must be bfloat16 and the cache of bfloat16 bits or codes, "
+            f"got {queries.dtype.name} and {stored}"
+        )
+    width = _plane_width(queries.shape[3], keys)
+    if width < NARROWEST or queries.shape[3] > WIDEST or width & width - 1:
+        return (
+            f"head_dim must be a power of two up to {WIDEST}, {NARROWEST} or more in a product, "
+            f"got {queries.shape[3]}, {width} in a product"
+        )
+    return shared.mask_refusal(queries, mask)
+
+
+def _plane_width(features: int, keys: Entries) -> int:
+    """Features that are decoded together: a byte of two codes belongs to both halves of a head."""
+    return features // 2 if isinstance(keys, QuantizedEntries) and keys.bits == 4 else features
+
+
+def attention(
+    queries: jax.Array,
+    keys: Entries,
+    values: Entries,
+    lengths: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array | None,
+    *,
+    window: int | None,
+    head_scale: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """`pallas_kernels.attention.attention`, for bfloat16 and heads of 16, 32, … 256 features.
+
+    Args:
+      interpret: runs the kernels as ordinary XLA operations, on any platform.
+
+    Raises:
+      ValueError: what `attention_refusal` says.
+    """
+    reason = attention_refusal(queries, keys, mask)
+    if reason is not None:
+        raise ValueError(reason)
+    slots, kv_heads = keys.shape[1:3]
+    limits, blocks = shared.limits(
+        lengths, positions, mask, window,
+        rows_per_token=queries.shape[2] // kv_heads, tile=ROW_TILE, slots=slots,
+    )  # fmt: skip
+    rows = shared.by_kv_head(queries, kv_heads, ROW_TILE)
+    states = _segments(rows, limits, blocks, lengths, keys, values, head_scale, interpret)
+    return shared.by_token(_merged(blocks, states, interpret), queries.shape)
+
+
+def _segments(
+    rows: jax.Array,
+    limits: jax.Array,
+    blocks: jax.Array,
+    lengths: jax.Array,
+    keys: Entries,
+    values: Entries,
+    head_scale: float,
+    interpret: bool,
+) -> list[jax.Array]:
+    """The state of every segment: f32[B, K, segments, R] twice, f32[B, K, segments, R, E]."""
+    b, kv_heads, r, e = rows.shape
+    slots = keys.shape[1]
+    segments = pl.cdiv(slots, SEGMENT * BLOCK)
+
+    def of_head(part: jax.Array) -> pl.BlockSpec:
+        shape, rest = (None, slots, None, *part.shape[3:]), (0,) * (part.ndim - 3)
+        return pl.BlockSpec(shape, lambda i, j, n, s: (i, 0, j, *rest))
+
+    results = [(b, kv_heads, segments, r)] * 2 + [(b, kv_heads, segments, r, e)]
+    pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
+    return pl.pallas_call(
+        partial(
+            _read_segment, width=_plane_width(e, keys), scale=shared.exponent_scale(head_scale)
+        ),
+        grid=(b, kv_heads, r // ROW_TILE, segments),
+        in_specs=[
+            pl.BlockSpec((None, None, ROW_TILE, e), lambda i, j, n, s: (i, j, n, 0)),
+            pl.BlockSpec((None, ROW_TILE, limits.shape[2]), lambda i, j, n, s: (i, n, 0)),
+            pl.BlockSpec((None, None, 2), lambda i, j, n, s: (i, n, 0)),
+            pl.BlockSpec((None,), lambda i, j, n, s: (i,)),
+            *([of_head(part) for part in jax.tree.leaves(entries)] for entries in (keys, values)),
+        ],
+        out_specs=[
+            *[pl.BlockSpec((None, None, None, ROW_TILE), lambda i, j, n, s: (i, j, s, n))] * 2,
+            pl.BlockSpec((None, None, None, ROW_TILE, e), lambda i, j, n, s: (i, j, s, n, 0)),
+        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results],
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
+        interpret=interpret,
+    )(rows, limits, blocks, lengths, jax.tree.leaves(keys), jax.tree.leaves(values))
+
+
+def _read_segment(
+    q, limits, blocks, length, keys, values, *state, width: int, scale: float
+) -> None:
+    """One program. q: [R, E], limits: int32[R, columns], blocks: int32[2], of the tile;
+    keys, values: lists of [S, E], or of codes, scales and zeros; state: f32[R] twice and f32[R, E],
+    where R is ROW_TILE.
+    """
+    segment = pl.program_id(3)
+    first = jnp.maximum(blocks[0], segment * SEGMENT)
+    end = jnp.minimum(blocks[1], (segment + 1) * SEGMENT)
+
+    @pl.when(first < end)
+    def read() -> None:
+        planes = [pl.ds(i, width) for i in range(0, q.shape[1], width)]
+        parts = [q[:, plane] for plane in planes]
+        columns = [limits[:, pl.ds(i, 1)] for i in range(limits.shape[1])]
+        context = length[...]
+
+        def add(block: jax.Array, before: shared.State) -> shared.State:
+            decoded, scales = _decode(keys, block, len(planes))
+            products = [_dot(part, k, _LAST) for part, k in zip(parts, decoded, strict=True)]
+            scores = sum(products[1:], products[0]) * scale
+            scores = scores if scales is None else scores * scales
+
+            def mix(weights: jax.Array) -> list[jax.Array]:
+                decoded, scales = _decode(values, block, len(planes))
+                weights = weights if scales is None else weights * scales
+                return [_dot(weights.astype(jnp.bfloat16), v, _FIRST) for v in decoded]
+
+            seen = shared.visible(columns, block, context)
+            return shared.add_block(before, scores, seen, mix)
+
+        before = shared.start(ROW_TILE, [width] * len(planes))
+        highest, weight, parts_of_sums = lax.fori_loop(first, end, add, before)
+        maximum, total, sums = state
+        maximum[...], total[...] = highest[:, 0], weight[:, 0]
+        for plane, part in zip(planes, parts_of_sums, strict=True):
+            sums[:, plane] = part
+
+
+def _decode(parts, block: jax.Array, planes: int) -> tuple[list[jax.Array], jax.Array | None]:
+    """A block's entries, bf16[BLOCK, features] for every plane, and what scales them, if any."""
+    slots = pl.ds(block * BLOCK, BLOCK)
+    if len(parts) == 1:
+        return [lax.bitcast_convert_type(parts[0][slots, :], jnp.bfloat16)], None
+    codes, scales, zeros = (part[slots, ...] for part in parts)
+    codes = codes.astype(jnp.int32)
+    codes = [codes & 0xF, codes >> 4] if planes == 2 else [codes]
+    zeros = zeros.astype(jnp.int32)[:, None]
+    decoded = [(code - zeros).astype(jnp.float32).astype(jnp.bfloat16) for code in codes]
+    return decoded, scales[None, :]
+
+
+def _dot(left: jax.Array, right: jax.Array, dimensions: tuple) -> jax.Array:
+    return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
+
+
+def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.Array:
+    """The states of all segments -> f32[B, K, R, E]."""
+    b, kv_heads, segments, r, e = states[2].shape
+    return pl.pallas_call(
+        _merge_segments,
+        grid=(b, kv_heads, r // ROW_TILE),
+        in_specs=[
+            pl.BlockSpec((None, None, 2), lambda i, j, n: (i, n, 0)),
+            *[pl.BlockSpec((None, None, segments, ROW_TILE), lambda i, j, n: (i, j, 0, n))] * 2,
+            pl.BlockSpec((None, None, segments, ROW_TILE, e), lambda i, j, n: (i, j, 0, n, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, None, ROW_TILE, e), lambda i, j, n: (i, j, n, 0)),
+        out_shape=jax.ShapeDtypeStruct((b, kv_heads, r, e), jnp.float32),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(blocks, *states)
+
+
+def _merge_segments(blocks, maximum, total, sums, y) -> None:
+    """One program: f32[segments, R] twice and f32[segments, R, E] -> y: f32[R, E]."""
+
+    def add(segment: jax.Array, state: shared.State) -> shared.State:
+        later = maximum[segment, :][:, None], total[segment, :][:, None], (sums[segment, :, :],)
+        return shared.merge(state, later)
+
+    first = blocks[0] // SEGMENT
+    end = jnp.where(blocks[0] < blocks[1], pl.cdiv(blocks[1], SEGMENT), first)
+    state = lax.fori_loop(first, end, add, shared.start(y.shape[0], y.shape[1:]))
+    [y[...]] = shared.finish(state)
