@@ -5,17 +5,20 @@ not the cache's capacity, and the order of every sum is fixed by the slots' own 
 a token cannot see change nothing, bit for bit, so a row's result depends neither on its neighbours
 nor on how many tokens share the call. Queries go in tiles of a fixed size for the same reason
 (`pallas_kernels.reference`).
+
+In a tree every token reads the path to it as if that lay in consecutive slots, in products of the
+chain's shape; so the blocks that hold new tokens are read once per token.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cache_entries import Entries, read_block
+from pallas_kernels.cache_entries import Entries, read_block, read_slots
 from pallas_kernels.reference import ROW_TILE, over_tiles
 
 BLOCK = 128  # cache slots per step of the running softmax
@@ -28,7 +31,7 @@ def attention(
     values: Entries,
     lengths: jax.Array,
     positions: jax.Array,
-    mask: jax.Array | None,
+    ancestors: jax.Array | None,
     *,
     window: int | None,
     head_scale: float,
@@ -46,50 +49,70 @@ def attention(
 
     def attend_tile(tile: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         queries, row, token = tile
-        visible = partial(
-            _visible, token, lengths[row], positions[row],
-            None if mask is None else mask[row], window,
-        )  # fmt: skip
-        return _attend(queries, keys, values, row, lengths[row] + t, visible)
+        paths = None if ancestors is None else ancestors[row, jnp.minimum(token, t - 1)]
+        sight = _Sight(row, token, lengths[row], positions[row], paths, window)
+        return _attend(queries, keys, values, sight)
 
     out = over_tiles(attend_tile, (q, rows, indices))
     out = out.reshape(b * tiles, kv_heads, ROW_TILE, h // kv_heads, e).transpose(0, 2, 1, 3, 4)
     return out.reshape(b, tiles * ROW_TILE, h, e)[:, :t]
 
 
-def _visible(
-    token: jax.Array,
-    length: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array | None,
-    window: int | None,
-    slots: jax.Array,
-) -> jax.Array:
-    """Which slots the tile's tokens see. token: int32[ROW_TILE], slots: int32[BLOCK]."""
-    t = positions.shape[0]
-    new = slots - length  # index among the new tokens; negative for context
-    inside, clipped = new < t, jnp.clip(new, 0, t - 1)
-    token_row = jnp.minimum(token, t - 1)
-    if mask is None:
-        seen = new[None, :] <= token[:, None]
-    else:
-        seen = (new < 0)[None, :] | mask[token_row[:, None], clipped[None, :]]
-    if window is not None:
-        slot_positions = jnp.where(new < 0, slots, positions[clipped])
-        seen &= positions[token_row][:, None] - slot_positions[None, :] < window
-    return seen & inside[None, :]
+class _Sight(NamedTuple):
+    """What a tile of a row's tokens sees. token: int32[ROW_TILE], the tokens' numbers.
+
+    length: the row's context; positions: int32[T]; paths: int32[ROW_TILE, D] in a tree.
+    """
+
+    row: jax.Array
+    token: jax.Array
+    length: jax.Array
+    positions: jax.Array
+    paths: jax.Array | None
+    window: int | None
+
+    @property
+    def used(self) -> jax.Array:
+        """Slots that hold entries, those of a path in consecutive ones."""
+        new = self.positions if self.paths is None else self.paths[0]
+        return self.length + new.shape[0]
+
+    def new_tokens(self, slots: jax.Array) -> jax.Array:
+        """Which new token slots are for the tile's tokens, negative for none. -> [ROW_TILE, slots]
+
+        In a chain it is the same for all of them, [1, slots].
+        """
+        new = slots - self.length
+        if self.paths is None:
+            return new[None, :]
+        depth = self.paths.shape[1]
+        node = self.paths[:, jnp.clip(new, 0, depth - 1)]
+        return jnp.where((new >= 0) & (new < depth), node, -1)
+
+    def visible(self, slots: jax.Array) -> jax.Array:
+        """Which slots the tokens see. int32[BLOCK] -> bool[ROW_TILE, BLOCK]."""
+        t = self.positions.shape[0]
+        context = (slots < self.length)[None, :]
+        new = self.new_tokens(slots)
+        clipped = jnp.clip(new, 0, t - 1)
+        seen = new <= self.token[:, None] if self.paths is None else context | (new >= 0)
+        if self.window is not None:
+            slot_positions = jnp.where(context, slots, self.positions[clipped])
+            own = self.positions[jnp.minimum(self.token, t - 1)]
+            seen &= own[:, None] - slot_positions < self.window
+        return seen & (new < t)
 
 
-def _attend(queries, keys, values, row, used, visible):
-    """One tile. queries: f32[K, R, E], R = ROW_TILE · H / K; `used` slots hold entries."""
+def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -> jax.Array:
+    """One tile. queries: f32[K, R, E], R = ROW_TILE · H / K."""
     kv_heads, r, e = queries.shape
     per_head = r // ROW_TILE
 
-    def block(i, carry):
+    def add(carry, k, v, slots):
+        """Takes a block in. k, v: f32[BLOCK, K, E]."""
         maximum, total, acc = carry
-        k, v = (read_block(entries, row, i * BLOCK, BLOCK) for entries in (keys, values))
         scores = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (1,))), precision="highest")
-        seen = jnp.repeat(visible(i * BLOCK + jnp.arange(BLOCK)), per_head, axis=0)[None]
+        seen = jnp.repeat(sight.visible(slots), per_head, axis=0)[None]
         scores = jnp.where(seen, scores, _MASKED)
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_maximum[:, :, None]), 0)
@@ -101,11 +124,35 @@ def _attend(queries, keys, values, row, used, visible):
             acc * keep[:, :, None] + mixed,
         )
 
-    start = (
+    def block(i, carry):
+        k, v = (read_block(entries, sight.row, i * BLOCK, BLOCK) for entries in (keys, values))
+        return add(carry, k, v, i * BLOCK + jnp.arange(BLOCK))
+
+    def block_of_paths(i, carry):
+        slots = i * BLOCK + jnp.arange(BLOCK)
+        new = sight.new_tokens(slots)
+        places = jnp.where(new < 0, slots, sight.length + new)
+
+        def of_token(n):
+            k, v = (read_slots(entries, sight.row, places[n]) for entries in (keys, values))
+            parts = add(carry, k, v, slots)
+            return [part.reshape(kv_heads, ROW_TILE, -1)[:, n] for part in parts]
+
+        parts = lax.map(of_token, jnp.arange(ROW_TILE))
+        return tuple(
+            jnp.moveaxis(part, 0, 1).reshape(old.shape)
+            for part, old in zip(parts, carry, strict=True)
+        )
+
+    carry = (
         jnp.full((kv_heads, r), _MASKED),
         jnp.zeros((kv_heads, r)),
         jnp.zeros((kv_heads, r, e)),
     )
-    blocks = jnp.minimum(-(-used // BLOCK), keys.shape[1] // BLOCK)
-    _, total, acc = lax.fori_loop(0, blocks, block, start)
+    blocks = jnp.minimum(-(-sight.used // BLOCK), keys.shape[1] // BLOCK)
+    shared = blocks if sight.paths is None else jnp.clip(sight.length // BLOCK, 0, blocks)
+    carry = lax.fori_loop(0, shared, block, carry)
+    if sight.paths is not None:
+        carry = lax.fori_loop(shared, blocks, block_of_paths, carry)
+    _, total, acc = carry
     return acc / jnp.where(total == 0, 1, total)[:, :, None]

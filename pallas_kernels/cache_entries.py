@@ -3,6 +3,10 @@
 Quantized entries have one scale and one zero per slot and head (Atom section 4.4; QuaRot's groups,
 where they are as wide as a head), made from the entry itself. So an entry is a function of its
 token alone, and whoever wrote it, all readers read the same values.
+
+Keys are quantized after RoPE, where Atom quantizes them before it: attention reads keys as they
+are, and Atom's would have to be turned at every read. What Atom's order avoids, that RoPE mixes
+large features with small ones, QuaRot's rotation of the keys evens out at every write.
 """
 
 from __future__ import annotations
@@ -78,12 +82,32 @@ def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) ->
         others = part.shape[2:]
         return lax.dynamic_slice(part, (row, start) + (0,) * len(others), (1, size, *others))[0]
 
-    block = jax.tree.map(cut, entries)
-    if isinstance(block, QuantizedEntries):
-        return dequantize_entries(block)
-    if block.dtype == jnp.uint16:
-        block = lax.bitcast_convert_type(block, jnp.bfloat16)
-    return block.astype(jnp.float32)
+    return _values(jax.tree.map(cut, entries))
+
+
+def read_slots(entries: Entries, row: jax.Array, slots: jax.Array) -> jax.Array:
+    """Any slots of one row, int32[N]: f32[N, K, E]."""
+    return _values(jax.tree.map(lambda part: part[row, slots], entries))
+
+
+def move_entries(
+    entries: Entries, rows: jax.Array, sources: jax.Array, targets: jax.Array
+) -> Entries:
+    """Copies [rows, sources] to [rows, targets]; what would go past the last slot stays."""
+
+    def move(part: jax.Array) -> jax.Array:
+        return part.at[rows, targets].set(part[rows, sources], mode="drop")
+
+    return jax.tree.map(move, entries)
+
+
+def _values(entries: Entries) -> jax.Array:
+    """What entries of any form stand for, in float32."""
+    if isinstance(entries, QuantizedEntries):
+        return dequantize_entries(entries)
+    if entries.dtype == jnp.uint16:
+        entries = lax.bitcast_convert_type(entries, jnp.bfloat16)
+    return entries.astype(jnp.float32)
 
 
 def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:

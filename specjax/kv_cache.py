@@ -4,7 +4,8 @@
     slots >= lengths[b] are scratch that the next write covers.
 
 That is all the machinery QSpec's overwriting needs (section 3.1): a draft writes past `lengths`,
-the verification writes the same slots again, and commitment is an addition to `lengths`.
+the verification writes the same slots again, and commitment is an addition to `lengths`. Of a tree,
+the accepted path moves into consecutive slots first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import BLOCK
-from pallas_kernels.cache_entries import Entries, QuantizedEntries, empty_entries, write_entries
+from pallas_kernels.cache_entries import (
+    Entries,
+    QuantizedEntries,
+    empty_entries,
+    move_entries,
+    write_entries,
+)
 from specjax.config import ModelConfig
 
 
@@ -73,6 +80,18 @@ class KVCache:
             return (*caches[:layer], updated, *caches[layer + 1 :])
 
         return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+
+    def move(self, sources: jax.Array, targets: jax.Array) -> KVCache:
+        """Copies entries from slots to slots of every layer, in place. int32[B, N] each.
+
+        All are read before the first one is written. Targets past the capacity are dropped.
+        """
+        rows = jnp.arange(sources.shape[0])[:, None]
+
+        def moved(caches: tuple[Entries, ...]) -> tuple[Entries, ...]:
+            return tuple(move_entries(entries, rows, sources, targets) for entries in caches)
+
+        return dataclasses.replace(self, keys=moved(self.keys), values=moved(self.values))
 
     def with_lengths(self, lengths: jax.Array) -> KVCache:
         """The same entries with another count of committed slots: commit, advance or roll back."""

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.acceptance import greedy_match, rejection_sample
+from specjax import trees
+from specjax.acceptance import greedy_match, greedy_path, rejection_sample, sample_path
 from specjax.kv_cache import KVCache
 from specjax.params import Params
-from specjax.sampling import probabilities, seen_tokens
+from specjax.sampling import greedy, probabilities, seen_tokens
 from specjax.state import DecodeState, Proposal, Stats, Verified
 from specjax.transformer import forward
 
@@ -51,7 +52,7 @@ def step(
         tokens=state.tokens.at[rows, slots].set(verified.emitted, mode="drop"),
         lengths=lengths,
         finished=state.finished | stopped | (lengths >= state.limits),
-        cache=cache.with_lengths(lengths - 1),
+        cache=_line_up(cache, state, verified).with_lengths(lengths - 1),
         draft=drafter.observe(state.draft, verified),
         stats=_count_round(state, verified),
     )
@@ -72,24 +73,93 @@ def verify(
     """
     logits, cache = _score_proposal(params, state, proposal, activation, layers)
     counts = proposal.counts
-    drafted = jnp.full_like(state.lengths, proposal.tokens.shape[1]) if counts is None else counts
-    distributions = None
-    if state.sampling is None:
-        accepted, emitted = greedy_match(proposal.tokens, drafted, logits)
+    if counts is None:
+        counts = jnp.full_like(state.lengths, proposal.tokens.shape[1])
+    if proposal.parents is None:
+        return _judge_chain(state, proposal, counts, logits), cache
+    return _judge_tree(state, proposal, proposal.parents, counts, logits), cache
+
+
+def _judge_chain(
+    state: DecodeState, proposal: Proposal, counts: jax.Array, logits: jax.Array
+) -> Verified:
+    tokens, choices = proposal.tokens, greedy(logits)
+    distributions = _distributions(state, proposal, logits)
+    if distributions is None:
+        accepted, emitted = greedy_match(tokens, counts, choices), choices
     else:
-        seen = None
-        if state.sampling.repetition_penalty is not None:
-            seen = seen_tokens(state.tokens, state.lengths, proposal.tokens, state.vocab_size)
-        distributions = probabilities(logits, state.sampling, seen)
         accepted, emitted = rejection_sample(
-            state.round_keys(purpose=1),
-            proposal.tokens,
-            drafted,
-            proposal.distributions,
-            distributions,
+            state.round_keys(purpose=1), tokens, counts, proposal.distributions, distributions
         )
-    verified = Verified(proposal.tokens, drafted, accepted, emitted, accepted, distributions)
-    return verified, cache
+    return Verified(
+        proposed=tokens, drafted=counts, accepted=accepted, nodes=None,
+        tested=jnp.minimum(accepted + 1, counts), emitted=emitted, count=accepted,
+        logits=logits, choices=choices, distributions=distributions,
+    )  # fmt: skip
+
+
+def _judge_tree(
+    state: DecodeState,
+    proposal: Proposal,
+    parents: jax.Array,
+    counts: jax.Array,
+    logits: jax.Array,
+) -> Verified:
+    tokens, choices = proposal.tokens, greedy(logits)
+    distributions = _distributions(state, proposal, logits)
+    meant = jnp.arange(tokens.shape[1]) < counts[:, None]
+    if proposal.verifiable is not None:
+        meant &= proposal.verifiable
+    if distributions is None:
+        accepted, nodes = greedy_path(tokens, parents, meant, choices)
+        emitted = _along(choices, nodes)
+    else:
+        accepted, nodes, emitted = sample_path(
+            state.round_keys(purpose=1), tokens, parents, meant,
+            proposal.distributions, distributions,
+        )  # fmt: skip
+        distributions = _along(distributions, nodes)
+    last = jnp.max(nodes, axis=1, keepdims=True, initial=-1)
+    return Verified(
+        proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32), accepted=accepted,
+        nodes=nodes, tested=accepted + jnp.any(meant & (parents == last), axis=1),
+        emitted=emitted, count=accepted, logits=logits, choices=choices,
+        distributions=distributions,
+    )  # fmt: skip
+
+
+def _distributions(state: DecodeState, proposal: Proposal, logits: jax.Array) -> jax.Array | None:
+    """What the target samples from at every place, f32[B, N + 1, V]; None when greedy."""
+    if state.sampling is None:
+        return None
+    seen = None
+    if state.sampling.repetition_penalty is not None:
+        paths = None if proposal.parents is None else trees.ancestors(proposal.parents)
+        seen = seen_tokens(state.tokens, state.lengths, proposal.tokens, state.vocab_size, paths)
+    return probabilities(logits, state.sampling, seen)
+
+
+def _along(values: jax.Array, nodes: jax.Array) -> jax.Array:
+    """Of what belongs to the last token and to every node, [B, N + 1, …], what a path meets."""
+    places = jnp.pad(nodes + 1, ((0, 0), (1, 0)))
+    return jnp.take_along_axis(values, places.reshape(*places.shape, *[1] * (values.ndim - 2)), 1)
+
+
+def _line_up(cache: KVCache, state: DecodeState, verified: Verified) -> KVCache:
+    """The cache with the accepted nodes' entries in consecutive slots; those of a chain are."""
+    nodes = verified.nodes
+    if nodes is None:
+        return cache
+    count = jnp.where(state.finished, 0, verified.accepted)
+
+    def move(i: jax.Array, cache: KVCache) -> KVCache:
+        needed = i < count
+        source = jnp.where(needed, state.lengths + nodes[:, i], 0)
+        target = jnp.where(needed, state.lengths + i, cache.capacity)
+        return cache.move(source[:, None], target[:, None])
+
+    # Node i of a path has number i or more, so no entry is written over before it is read.
+    return lax.fori_loop(0, jnp.max(count), move, cache)
 
 
 def score(
@@ -98,29 +168,45 @@ def score(
     following: jax.Array,
     activation: str,
     layers: tuple[int, ...] | None,
+    parents: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Logits after the last token and after each of `following`, from one pass over those.
 
-    The pass begins at the first token that the cache lacks. following: int32[B, N].
+    The pass begins at the first token that the cache lacks. following: int32[B, N], a chain or,
+    with parents: int32[B, N], a tree. The entry of number i goes to slot state.lengths + i.
 
     Returns f32[B, N + 1, V], and the cache with the pass's entries; `lengths` as they were.
     """
     n = following.shape[1]
     cached = state.cache.lengths[:, None]
     positions = cached + jnp.arange(state.lag + 1 + n)
-    known = jnp.minimum(positions, state.tokens.shape[1] - 1)
-    tokens = jnp.take_along_axis(state.tokens, known, axis=1)
+    places = jnp.minimum(positions, state.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(state.tokens, places, axis=1)
     if n:
         index = positions - state.lengths[:, None]
         drafted = jnp.take_along_axis(following, jnp.clip(index, 0, n - 1), axis=1)
         tokens = jnp.where(index < 0, tokens, drafted)
-    logits, cache = forward(
-        params, tokens, positions, state.cache, activation=activation, layers=layers
-    )
+    paths = None
+    if parents is not None:
+        known = state.lengths[:, None] - cached
+        paths = trees.ancestors(_parents_in_pass(parents, known, state.lag))
+        positions = cached + trees.depths(paths)
+    logits, cache = forward(params, tokens, positions, state.cache, paths, activation, layers)
     if state.lag:
         last = state.lengths[:, None] - 1 - cached
         logits = jnp.take_along_axis(logits, (last + jnp.arange(n + 1))[..., None], axis=1)
     return fit_vocabulary(logits, state.vocab_size), cache
+
+
+def _parents_in_pass(parents: jax.Array, known: jax.Array, lag: int) -> jax.Array:
+    """A tree's parents among the tokens of a pass that begins with `known`: int32[B, 1] others.
+
+    int32[B, N] -> int32[B, lag + 1 + N]; what is past the tree repeats its last node.
+    """
+    n = parents.shape[1]
+    place = jnp.arange(lag + 1 + n)
+    node = jnp.clip(place - known, 0, n - 1)
+    return jnp.where(place < known, place - 1, known + jnp.take_along_axis(parents, node, axis=1))
 
 
 def fit_vocabulary(logits: jax.Array, size: int) -> jax.Array:
@@ -143,10 +229,10 @@ def _score_proposal(
     layers: tuple[int, ...] | None,
 ) -> tuple[jax.Array, KVCache]:
     """`score` of a proposal, no wider than its longest row asks for: 1, 3, 7, … drafts, or all."""
-    tokens, counts = proposal.tokens, proposal.counts
+    tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
     n = tokens.shape[1]
     if counts is None or n < 2:
-        return score(params, state, tokens, activation, layers)
+        return score(params, state, tokens, activation, layers, parents)
     widths = [2**i - 1 for i in range(1, n.bit_length() + 1) if 2**i - 1 < n] + [n]
 
     longest = jnp.max(jnp.where(state.finished, 0, counts))
@@ -154,7 +240,8 @@ def _score_proposal(
 
     def at(width: int, carry: _Scored) -> _Scored:
         narrow = dataclasses.replace(state, cache=carry.cache)
-        logits, cache = score(params, narrow, tokens[:, :width], activation, layers)
+        first = None if parents is None else parents[:, :width]
+        logits, cache = score(params, narrow, tokens[:, :width], activation, layers, first)
         return _Scored(jnp.bool_(True), carry.logits.at[:, : width + 1].set(logits), cache)
 
     # Loops of at most one turn: XLA updates a loop's caches in place, and copies a conditional's.
@@ -195,7 +282,7 @@ def _count_round(state: DecodeState, verified: Verified) -> Stats:
     return Stats(
         rounds=stats.rounds + running,
         drafted=stats.drafted + running * verified.drafted,
-        tested=stats.tested + running * jnp.minimum(verified.accepted + 1, verified.drafted),
+        tested=stats.tested + running * verified.tested,
         accepted=stats.accepted + running * verified.accepted,
         generated=stats.generated + verified.count,
     )

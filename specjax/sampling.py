@@ -101,13 +101,18 @@ def probabilities(
 
 
 def seen_tokens(
-    tokens: jax.Array, lengths: jax.Array, following: jax.Array, vocab_size: int
+    tokens: jax.Array,
+    lengths: jax.Array,
+    following: jax.Array,
+    vocab_size: int,
+    ancestors: jax.Array | None = None,
 ) -> jax.Array:
     """Which tokens a row holds before each of its next places.
 
     Args:
       tokens: int32[B, W], of which the first lengths: int32[B] are the row's.
       following: int32[B, N], what is drafted to come after them.
+      ancestors: int32[B, N, D], of a tree: the drafts on the path to each, padded with -1.
 
     Returns:
       bool[B, N + 1, V].
@@ -116,6 +121,13 @@ def seen_tokens(
     valid = jnp.where(jnp.arange(width) < lengths[:, None], tokens, vocab_size)  # the rest drops
     before = jnp.zeros((rows, vocab_size), bool)
     before = before.at[jnp.arange(rows)[:, None], valid].set(True, mode="drop")
+    if ancestors is not None:
+        path = jnp.take_along_axis(following[:, None], jnp.maximum(ancestors, 0), axis=2)
+        path = jnp.where(ancestors >= 0, path, vocab_size)
+        b, n, _ = ancestors.shape
+        seen = jnp.broadcast_to(before[:, None], (b, n + 1, vocab_size))
+        place = jnp.arange(b)[:, None, None], jnp.arange(1, n + 1)[:, None], path
+        return seen.at[place].set(True, mode="drop")
     drafted = jax.nn.one_hot(following, vocab_size, dtype=jnp.bool_)
     seen = jnp.concatenate((before[:, None], drafted), axis=1)
     return lax.associative_scan(jnp.logical_or, seen, axis=1)

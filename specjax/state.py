@@ -19,7 +19,8 @@ class Stats:
 
     rounds: draft-verify rounds, one target pass each.
     drafted: tokens proposed.
-    tested: of these, the ones the target decided on: all up to the first rejected one.
+    tested: of these, the ones the target decided on: all up to the first rejected one. In a tree
+        the children of one node count as one, of which one or none is accepted.
     accepted: of these, the ones it agreed with, whether or not a limit then cut them off.
     generated: tokens emitted, the target's own included.
     """
@@ -104,17 +105,23 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """Tokens that a drafter proposes to follow the last one, in order.
+    """Tokens that a drafter proposes to follow the last one: a chain, or a tree (`specjax.trees`).
 
     tokens: int32[B, N].
     counts: int32[B], how many of them are meant, from the first; None: all.
     distributions: f32[B, N, V], what each was drawn from; None when decoding greedily, and where
-        tokens were chosen without chance.
+        tokens were chosen without chance. In a tree, given the siblings before it.
+    parents: int32[B, N], parents[b, i] < i: the token that token i follows, -1 for the last one;
+        None: a chain.
+    verifiable: bool[B, N], False for tokens of a tree that are never accepted, nor what follows
+        them: they only ask for `Verified.choices`; None: all are.
     """
 
     tokens: jax.Array
     counts: jax.Array | None = None
     distributions: jax.Array | None = None
+    parents: jax.Array | None = None
+    verifiable: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -122,17 +129,27 @@ class Proposal:
 class Verified:
     """What a target pass made of a proposal.
 
-    proposed: int32[B, N], of which the first `drafted`: int32[B] were meant.
-    accepted: int32[B], leading proposals that the target kept.
+    proposed: int32[B, N].
+    drafted: int32[B], how many of them might have been accepted.
+    accepted: int32[B], leading proposals that the target kept; of a tree, those on one path.
+    tested: int32[B], as in `Stats`.
     emitted: int32[B, N + 1], the row's next tokens; the first `count` are valid.
     count: int32[B], tokens gained: accepted + 1, less what a stop token or the limit cut off; 0 in
         finished rows.
-    distributions: f32[B, N + 1, V], the target's at every place; None when decoding greedily.
+    logits: f32[B, N + 1, V], the target's after the last token and after every proposal.
+    choices: int32[B, N + 1], its most probable tokens there; also when sampling.
+    nodes: int32[B, N], which proposals the accepted ones are, valid as far as those; None: a chain.
+    distributions: f32[B, N + 1, V], what the target gives every emitted token; None when decoding
+        greedily.
     """
 
     proposed: jax.Array
     drafted: jax.Array
     accepted: jax.Array
+    tested: jax.Array
     emitted: jax.Array
     count: jax.Array
+    logits: jax.Array
+    choices: jax.Array
+    nodes: jax.Array | None
     distributions: jax.Array | None

@@ -32,7 +32,7 @@ def forward(
     tokens: jax.Array,
     positions: jax.Array,
     cache: KVCache,
-    mask: jax.Array | None = None,
+    ancestors: jax.Array | None = None,
     activation: str = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -45,10 +45,11 @@ def forward(
     Args:
       params: weights.
       tokens: int32[B, T].
-      positions: int32[B, T], for RoPE and sliding windows; of a chain, cache.lengths + 0 … T - 1.
+      positions: int32[B, T], for RoPE and sliding windows: cache.lengths + a token's depth, which
+        is 0 … T - 1 in a chain.
       cache: the context.
-      mask: bool[B, T, T], mask[b, t, j]: token t sees new token j (itself among them); None: a
-        chain, each token sees the ones before it.
+      ancestors: int32[B, T, D], of a tree: the new tokens that each one continues, itself last; as
+        `trees.ancestors` gives them. None: a chain.
       activation: activation precision of the quantized layers: "a16", "a8" or "a4".
       layers: the layers to run, in order; None for all.
 
@@ -60,7 +61,7 @@ def forward(
     x = take_rows(params.embedding, tokens)
     for index in range(config.num_layers) if layers is None else layers:
         x, cache, _ = block(
-            params.layers[index], x, index, rope, positions, cache, mask, activation, config
+            params.layers[index], x, index, rope, positions, cache, ancestors, activation, config
         )
     x = norm(x, params.final_norm, config, x.dtype)
     return linear(x, params.head, activation), cache
@@ -96,13 +97,13 @@ def block(
     rope: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     cache: KVCache,
-    mask: jax.Array | None,
+    ancestors: jax.Array | None,
     activation: str,
     config: ModelConfig,
 ) -> tuple[jax.Array, KVCache, LinearInputs]:
     """One layer of `forward`, number `index`, with the residual stream x: [B, T, D] around it."""
     attended, cache, qkv, o = _attention_block(
-        layer, x, index, rope, positions, cache, mask, activation, config
+        layer, x, index, rope, positions, cache, ancestors, activation, config
     )
     x = _add(x, attended)
     hidden, gate_up, down = _mlp_block(layer, x, activation, config)
@@ -147,7 +148,7 @@ def _attention_block(
     rope: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     cache: KVCache,
-    mask: jax.Array | None,
+    ancestors: jax.Array | None,
     activation: str,
     config: ModelConfig,
 ) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
@@ -168,7 +169,7 @@ def _attention_block(
     q, k = round_to(q, x.dtype), round_to(k, x.dtype)
     cache = cache.write(index, k, round_to(v, x.dtype))
     mixed = attention(
-        q, cache.keys[index], cache.values[index], cache.lengths, positions, mask,
+        q, cache.keys[index], cache.values[index], cache.lengths, positions, ancestors,
         window=config.window(index), head_scale=config.head_dim**-0.5,
     )  # fmt: skip
     if config.hadamard:

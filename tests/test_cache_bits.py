@@ -62,8 +62,8 @@ def _case(bits: int, e: int) -> tuple:
     keys, values = (quantize_entries(_normal(b, s, k, e, seed=i), bits) for i in (1, 2))
     lengths = jnp.array([5, 400], jnp.int32)
     positions = lengths[:, None] + jnp.arange(t)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
-    return _normal(b, t, h, e), keys, values, lengths, positions, mask
+    ancestors = jnp.array([[[0, -1, -1], [0, 1, -1], [0, 1, 2]]] * b, jnp.int32)
+    return _normal(b, t, h, e), keys, values, lengths, positions, ancestors
 
 
 # Attention over codes is attention over the values that they stand for.
@@ -73,24 +73,24 @@ def _case(bits: int, e: int) -> tuple:
 def test_attention_reads_what_entries_stand_for(bits, e, implementation) -> None:
     queries, keys, values, *others = _case(bits, e)
 
-    def attend(keys, values, mask):
+    def attend(keys, values, ancestors):
         options = {"window": None, "head_scale": e**-0.5}
         if implementation == "reference":
             kernel = jax.jit(attention_reference.attention, static_argnames=tuple(options))
         else:
             options["instruction_set"] = implementation
             kernel = cpu.attention
-        return np.asarray(kernel(queries, keys, values, *others[:2], mask, **options))
+        return np.asarray(kernel(queries, keys, values, *others[:2], ancestors, **options))
 
     plain = attend(dequantize_entries(keys), dequantize_entries(values), others[2])
-    for mask in (others[2], None):
-        np.testing.assert_allclose(attend(keys, values, mask), plain, rtol=2e-5, atol=2e-6)
+    for ancestors in (others[2], None):
+        np.testing.assert_allclose(attend(keys, values, ancestors), plain, rtol=2e-5, atol=2e-6)
 
 
 def test_attention_over_codes_under_vmap() -> None:
-    queries, keys, values, lengths, positions, mask = _case(4, 16)
+    queries, keys, values, lengths, positions, ancestors = _case(4, 16)
     attend = lambda *operands: attention(*operands, window=None, head_scale=0.25)  # noqa: E731
-    operands = (queries, keys, values, lengths, positions, mask)
+    operands = (queries, keys, values, lengths, positions, ancestors)
     single = attend(*operands)
     twice = jax.tree.map(lambda x: jnp.stack((x, x)), operands)
     for y in jax.vmap(attend)(*twice):

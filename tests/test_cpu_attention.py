@@ -15,12 +15,15 @@ import pytest
 
 from pallas_kernels import cpu
 from pallas_kernels.attention import attention as any_attention
+from pallas_kernels.cache_entries import move_entries, quantize_entries
 from pallas_kernels.cpu.native import instruction_sets
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
 
 SETS = instruction_sets()
 BLOCK = 256  # kAttentionBlock of src/types.h
+CACHES = ("float32", "bfloat16", "8 bits", "4 bits")
+OPERANDS = ("queries", "keys", "values", "lengths", "positions", "ancestors")
 
 Case = dict[str, Any]
 
@@ -29,7 +32,10 @@ def make_case(
     b: int, t: int, h: int, k: int, e: int, s: int, lengths: list[int], *,
     cache: str = "float32", mask: str | None = None, window: int | None = None, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """Operands of one call. mask: None for a chain without one, "chain" or "tree"."""
+    """Operands of one call. mask: "chain", "tree", or None for a chain that is not written out.
+
+    Who sees which new tokens is there twice: as the mask and as ancestors.
+    """
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(b, t, h, e)) * 2, jnp.float32)
     keys, values = (jnp.asarray(rng.normal(size=(b, s, k, e)), jnp.float32) for _ in range(2))
@@ -38,21 +44,25 @@ def make_case(
         keys, values = (
             jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (keys, values)
         )
-    depth, shown = np.arange(t), None
-    if mask == "chain":
-        shown = np.tril(np.ones((t, t), bool))
-    if mask == "tree":
-        parents = [rng.integers(0, i) if i else -1 for i in range(t)]
-        shown, depth = np.eye(t, dtype=bool), np.zeros(t, np.int64)
-        for i, parent in enumerate(parents[1:], start=1):
-            shown[i] |= shown[parent]
-            depth[i] = depth[parent] + 1
+    if cache in ("8 bits", "4 bits"):
+        keys, values = (quantize_entries(x, int(cache[0])) for x in (keys, values))
+    depth, shown, ancestors = np.arange(t), None, None
+    if mask is not None:
+        parents = [i - 1 if mask == "chain" or i == 0 else rng.integers(0, i) for i in range(t)]
+        ancestors = np.full((t, t), -1)
+        for i, parent in enumerate(parents):
+            depth[i] = depth[parent] + 1 if i else 0
+            ancestors[i, : depth[i]] = ancestors[parent, : depth[i]]
+            ancestors[i, depth[i]] = i
+        shown = (ancestors[:, :, None] == np.arange(t)).any(1)
+        shown = jnp.asarray(np.broadcast_to(shown, (b, t, t)))
     length = np.array(lengths)
     return {
         "queries": q, "keys": keys, "values": values,
         "lengths": jnp.asarray(length, jnp.int32),
         "positions": jnp.asarray(length[:, None] + depth, jnp.int32),
-        "mask": None if shown is None else jnp.asarray(np.broadcast_to(shown, (b, t, t))),
+        "mask": shown,
+        "ancestors": None if ancestors is None else jnp.asarray([ancestors] * b, jnp.int32),
         "window": window, "head_scale": e**-0.5,
     }  # fmt: skip
 
@@ -60,9 +70,7 @@ def make_case(
 def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.ndarray:
     """The C++ attention of a case with some operands changed."""
     case = case | changes
-    operands = [
-        case[name] for name in ("queries", "keys", "values", "lengths", "positions", "mask")
-    ]
+    operands = [case[name] for name in OPERANDS]
     options = {"window": case["window"], "head_scale": case["head_scale"]}
     return np.asarray(cpu.attention(*operands, **options, instruction_set=instruction_set))
 
@@ -152,7 +160,8 @@ def test_agrees_with_float64(name: str, instruction_set: str) -> None:
 @pytest.mark.parametrize("name", ["llama-1b", "tree-window"])
 def test_the_door_takes_it(name: str) -> None:
     case = dict(CASES[name])
-    operands = [case.pop(n) for n in ("queries", "keys", "values", "lengths", "positions", "mask")]
+    del case["mask"]
+    operands = [case.pop(name) for name in OPERANDS]
     np.testing.assert_array_equal(any_attention(*operands, **case), run(CASES[name]))
 
 
@@ -193,9 +202,10 @@ def test_tokens_in_pieces(cache: str, e: int, instruction_set: str) -> None:
             same_bits(piece[0], whole[0, begin : begin + cut])
 
 
-def test_a_mask_of_the_chain_is_no_mask() -> None:
-    masked = make_case(2, 40, 4, 2, 64, 384, [256, 100], mask="chain")
-    same_bits(run(masked), run(masked, mask=None))
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_tree_of_one_path_is_a_chain(window: int | None) -> None:
+    case = make_case(2, 40, 4, 2, 64, 384, [256, 100], mask="chain", window=window)
+    same_bits(run(case), run(case, ancestors=None))
 
 
 def test_a_window_that_holds_all_is_none() -> None:
@@ -203,21 +213,27 @@ def test_a_window_that_holds_all_is_none() -> None:
     same_bits(run(case, window=10_000), run(case))
 
 
-def test_a_trees_path_is_its_chain() -> None:
-    """Tokens of a tree, moved together as a chain, get the same result."""
-    case = make_case(1, 5, 4, 2, 64, 384, [256])
-    order = np.array([0, 2, 4])  # a path; 1 and 3 are elsewhere in the tree
-    mask = np.zeros((1, 5, 5), bool)
-    mask[0, order[:, None], order[None]] = np.tril(np.ones((3, 3), bool))
-    tree = run(case, mask=jnp.asarray(mask))
-    slots = 256 + order
-    moved = {
-        name: case[name].at[:, 256:259].set(case[name][:, slots]) for name in ("keys", "values")
-    }
-    chain = run(
-        case, queries=case["queries"][:, order], positions=case["positions"][:, :3], **moved
-    )
-    np.testing.assert_allclose(chain[0], tree[0, order], rtol=0, atol=1e-6)
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_trees_path_is_its_chain(window: int | None, cache: str, instruction_set: str) -> None:
+    """Tokens of a tree, moved together as a chain, get the same result: over blocks' edges too."""
+    for length in (0, 180, 250, 255, 256, 300):
+        case = make_case(1, 21, 4, 2, 24, 512, [length], cache=cache, mask="tree", window=window)
+        tree = run(case, instruction_set)
+        paths = np.asarray(case["ancestors"][0])
+        longest = (paths >= 0).sum(1).argmax()
+        for path in (path[path >= 0] for path in paths[[0, 5, 20, longest]]):
+            same_bits(run(as_a_chain(case, path), instruction_set)[0], tree[0, path])
+
+
+def as_a_chain(case: Case, path: np.ndarray) -> Case:
+    """The tokens of a path, without the rest of the first row's tree."""
+    slots = int(case["lengths"][0]) + np.stack((path, np.arange(len(path))))[:, None]
+    rows = np.zeros((1, 1), int)
+    entries = {name: move_entries(case[name], rows, *slots) for name in ("keys", "values")}
+    tokens = {name: case[name][:, path] for name in ("queries", "positions")}
+    return case | entries | tokens | {"ancestors": None}
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -256,9 +272,20 @@ def test_nothing_leaks_from_what_is_not_seen(cache: str, instruction_set: str) -
 
 def test_who_sees_nothing_gets_zeros() -> None:
     case = make_case(2, 3, 4, 2, 16, 256, [0, 100])
-    blind = run(case, mask=jnp.zeros((2, 3, 3), bool))
+    blind = run(case, ancestors=jnp.full((2, 3, 3), -1))
     assert (blind[0] == 0).all() and (blind[1] != 0).any()
     assert (run(case, window=0) == 0).all()
+
+
+def test_a_trees_lengths_and_numbers_may_be_anything() -> None:
+    """What the cache lacks is not seen, as in a chain; nor what is no token's number."""
+    case = make_case(2, 4, 2, 1, 16, 256, [0, 0], mask="chain")
+    for lengths in ([1000, 254], [-3, -100], [256, 2**31 - 1], [-(2**31), 255]):
+        other = case | {"lengths": jnp.asarray(lengths, jnp.int32)}
+        same_bits(run(other), run(other, ancestors=None))
+    wild = jnp.where(case["ancestors"] < 0, 2**31 - 1, case["ancestors"])
+    same_bits(run(case, ancestors=wild), run(case))
+    assert not run(case, ancestors=wild[:, :, :0]).any()
 
 
 @pytest.mark.parametrize("lengths", [[1000, 250], [-3, -100], [256, 2**31 - 1]])
@@ -282,13 +309,11 @@ def test_empty() -> None:
 @pytest.mark.parametrize("mask", [None, "tree"])
 def test_vmap(mask: str | None) -> None:
     cases = [make_case(2, 5, 4, 2, 16, 256, [20 + i, 100], mask=mask, seed=i) for i in range(3)]
-    names = [n for n in ("queries", "keys", "values", "lengths", "positions", "mask")
-             if cases[0][n] is not None]  # fmt: skip
+    names = [name for name in OPERANDS if cases[0][name] is not None]
 
     def one(operands: dict[str, jax.Array], shared: dict[str, jax.Array]) -> jax.Array:
         case = cases[0] | operands | shared
-        order = ("queries", "keys", "values", "lengths", "positions", "mask")
-        return cpu.attention(*(case[n] for n in order), window=None, head_scale=0.25)
+        return cpu.attention(*(case[n] for n in OPERANDS), window=None, head_scale=0.25)
 
     for shared_names in ((), ("lengths", "positions"), ("keys", "values"), ("keys",)):
         shared = {n: cases[0][n] for n in shared_names}
@@ -312,8 +337,10 @@ def test_vmap(mask: str | None) -> None:
         ({"lengths": jnp.zeros(3, jnp.int32)}, "lengths must be"),
         ({"lengths": jnp.zeros(2, jnp.uint32)}, "lengths has another type"),
         ({"positions": jnp.zeros((2, 4), jnp.int32)}, "positions must be"),
-        ({"mask": jnp.zeros((2, 3, 4), bool)}, "mask must be"),
-        ({"mask": jnp.zeros((2, 3, 3), jnp.int8)}, "mask has another type"),
+        ({"ancestors": jnp.zeros((2, 4, 3), jnp.int32)}, "ancestors must be"),
+        ({"ancestors": jnp.zeros((1, 3, 3), jnp.int32)}, "ancestors must be"),
+        ({"ancestors": jnp.zeros((2, 3), jnp.int32)}, "ancestors must be"),
+        ({"ancestors": jnp.zeros((2, 3, 3), bool)}, "ancestors has another type"),
     ],
 )
 def test_errors(changes: dict[str, jax.Array], message: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import specjax
 from checkpoints_tools.loading import load
+from specjax import trees
 from specjax.kv_cache import KVCache
 from specjax.params import Params
 from specjax.transformer import forward
@@ -28,7 +29,6 @@ STOP_NAMES = ("llama3", "odd_sizes", "qwen3")  # two stop tokens; one at once; o
 TREE_NAMES = ("llama3", "mistral", "qwen25_window")  # plain, windowed, windowed in some layers
 CAPACITY = 256
 TOLERANCE = 1e-4  # absolute, for logits up to 10; relative to the largest one beyond that
-TREE_TOLERANCE = 1e-5
 
 # Node n of row b follows node TREES[b, n], or the context where that is -1.
 TREES = np.array([
@@ -160,29 +160,21 @@ def test_older_config(name: str, tmp_path: Path) -> None:
     assert load(tmp_path).config == load(GOLDEN / name).config
 
 
-# Every node of a token tree gets the logits of its root path run as a chain: bit for bit where the
-# path lies in the slots that the chain would use, else up to the order of attention's sums.
+# Every node of a token tree gets the logits of its root path run as a chain, bit for bit.
 @pytest.mark.parametrize("name", TREE_NAMES)
-def test_tree_mask(name: str) -> None:
+def test_tree(name: str) -> None:
     case = read_case(name)
     _, cache = prefill(case)
     tokens = np.random.default_rng(0).integers(0, case.params.config.vocab_size, TREES.shape)
     paths = [[root_path(tree, node) for node in range(len(tree))] for tree in TREES]
     depths = np.array([[len(path) - 1 for path in row] for row in paths])
-    mask = np.array([[np.isin(np.arange(len(row)), path) for path in row] for row in paths])
     positions = case.prompt_lengths[:, None] + depths
-    logits = np.asarray(run(case.params, tokens, positions, cache, mask)[0])
+    ancestors = trees.ancestors(jnp.asarray(TREES))
+    logits = np.asarray(run(case.params, tokens, positions, cache, ancestors)[0])
     for node in range(TREES.shape[1]):
         chain = run_paths(case, cache, tokens, [row[node] for row in paths])
         for row, depth in enumerate(depths[:, node]):
-            check_node(logits[row, node], chain[row, depth], node == depth)
-
-
-def check_node(logits: np.ndarray, expected: np.ndarray, same_slots: bool) -> None:
-    if same_slots:
-        np.testing.assert_array_equal(logits, expected)
-    else:
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=TREE_TOLERANCE)
+            np.testing.assert_array_equal(logits[row, node], chain[row, depth])
 
 
 def root_path(tree: np.ndarray, node: int) -> list[int]:

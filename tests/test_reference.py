@@ -103,15 +103,15 @@ def test_attention_by_the_book(window: int | None, tree: bool) -> None:
     lengths = np.array([0, 140])
     depth = np.array([0, 1, 1, 2, 2, 3]) if tree else np.arange(t)
     parents = [-1, 0, 0, 1, 2, 4] if tree else list(range(-1, t - 1))
-    mask = np.zeros((t, t), bool)
+    mask, paths = np.zeros((t, t), bool), np.full((t, t), -1)
     for node in range(t):
         at = node
         while at >= 0:
-            mask[node, at], at = True, parents[at]
+            mask[node, at], paths[node, depth[at]], at = True, at, parents[at]
     positions = lengths[:, None] + depth
     got = attention(
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(lengths, jnp.int32),
-        jnp.asarray(positions), jnp.asarray(np.stack([mask] * b)) if tree else None,
+        jnp.asarray(positions), jnp.asarray(np.stack([paths] * b)) if tree else None,
         window=window, head_scale=e**-0.5,
     )  # fmt: skip
     for row in range(b):

@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
 from pallas_kernels.cpu.native import check_available
 
-# queries, keys, values, lengths, positions; scales and zeros of keys and of values; mask
+# queries, keys, values, lengths, positions; scales and zeros of keys and of values; ancestors
 Operands = tuple[jax.Array | None, ...]
 
 
@@ -25,7 +25,7 @@ def attention(
     values: Entries,
     lengths: jax.Array,
     positions: jax.Array,
-    mask: jax.Array | None,
+    ancestors: jax.Array | None,
     *,
     window: int | None,
     head_scale: float,
@@ -47,8 +47,8 @@ def attention(
     }
     key_codes, *key_grid = _parts(keys)
     value_codes, *value_grid = _parts(values)
-    operands = (queries, key_codes, value_codes, lengths, positions, *key_grid, *value_grid, mask)
-    return _batched_by_rows(attributes)(*operands)
+    operands = (queries, key_codes, value_codes, lengths, positions, *key_grid, *value_grid)
+    return _batched_by_rows(attributes)(*operands, ancestors)
 
 
 def _parts(entries: Entries) -> tuple[jax.Array | None, ...]:

@@ -87,7 +87,7 @@ class Adaptive:
         return (jnp.argmax(gain / cost, axis=1) + 1).astype(jnp.int32)
 
     def update(self, state: jax.Array, verified: Verified) -> jax.Array:
-        tested = jnp.minimum(verified.accepted + 1, verified.drafted)
+        tested = verified.tested
         fade = (1 - 1 / self.memory) ** tested[:, None]
         moved = state * fade + jnp.stack((verified.accepted, tested), axis=1)
         return jnp.where((verified.count == 0)[:, None], state, moved)

@@ -55,6 +55,9 @@ def attentions(instruction_set: str) -> None:
     case = CASES["tree-window"]
     positions = jnp.full_like(case["positions"], -(2**31))
     run(case, instruction_set, positions=positions, window=2**63 - 1)
+    for node in (-(2**31), 2**31 - 1):
+        run(case, instruction_set, ancestors=jnp.full_like(case["ancestors"], node))
+    run(case, instruction_set, ancestors=case["ancestors"][:, :, :0])
 
 
 def others() -> None:

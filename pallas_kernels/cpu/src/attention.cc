@@ -38,10 +38,21 @@ Memory& thread_memory() {
   return memory;
 }
 
+// The new tokens on the longest path to one of the tile's tokens.
+int64_t longest_path(const Attention& a, const AttentionTile& tile) {
+  const int32_t* paths = a.ancestors + (tile.row * a.tokens + tile.token) * a.depth;
+  int64_t longest = 0;
+  for (int64_t i = 0; i < tile.tokens * a.depth; ++i) {
+    if (paths[i] >= 0) longest = std::max(longest, i % a.depth + 1);
+  }
+  return longest;
+}
+
 // The slots that any of the tile's tokens may see.
 void find_slots(const Attention& a, AttentionTile& tile) {
   const int64_t length = a.lengths[tile.row];
-  const int64_t shown = a.mask == nullptr ? tile.token + tile.tokens : a.tokens;
+  const int64_t shown =
+      a.ancestors == nullptr ? tile.token + tile.tokens : longest_path(a, tile);
   tile.last = std::clamp<int64_t>(length + shown, 0, a.slots);
   tile.first = 0;
   if (a.windowed) {
@@ -175,7 +186,8 @@ ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys
   return ffi::Error::Success();
 }
 
-// The scales and zeros of keys and of values, where the cache holds codes; then perhaps a mask.
+// The scales and zeros of keys and of values, where the cache holds codes; then perhaps a tree's
+// ancestors, to any depth.
 ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
   const size_t grids = a.cached >= Cached::kCodes8 ? 4 : 0;
   if (others.size() < grids || others.size() > grids + 1) {
@@ -185,13 +197,14 @@ ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
   for (size_t i = 0; i < others.size(); ++i) {
     auto buffer = others.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
-    const auto error = i == grids  ? check("mask", *buffer, ffi::PRED, {a.b, a.tokens, a.tokens})
+    if (i == grids && buffer->dimensions().size() > 0) a.depth = buffer->dimensions().back();
+    const auto error = i == grids ? check("ancestors", *buffer, ffi::S32, {a.b, a.tokens, a.depth})
                        : i % 2 == 0 ? check("scales", *buffer, ffi::F32, {a.b, a.slots, a.kv_heads})
                                     : check("zeros", *buffer, ffi::U8, {a.b, a.slots, a.kv_heads});
     if (error.failure()) return error;
     data[i] = buffer->untyped_data();
   }
-  a.mask = static_cast<const bool*>(data[grids]);
+  a.ancestors = static_cast<const int32_t*>(data[grids]);
   if (grids == 0) return ffi::Error::Success();
   a.keys.scales = static_cast<const float*>(data[0]);
   a.keys.zeros = static_cast<const uint8_t*>(data[1]);

@@ -75,7 +75,7 @@ inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, in
       columns[v] = Values::read(from);
     }
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      const Float value = spread(x[r * f.x_stride + i]);
+      const Float value = splat(x[r * f.x_stride + i]);
       SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = fma(columns[v], value, sums[r][v]);
     }
   }
@@ -139,14 +139,58 @@ inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& max
 
 // --- A block.
 
-inline void score(const Entries& entries, const Span& span, const Layout& layout,
+// Slots that lie side by side, and the queries' scores or weights of them: [rows, stride].
+struct Part {
+  Span span;
+  float* weights;
+  int64_t stride;
+};
+
+// A span of a tile's slots as it lies in memory. A token of a tree sees its path as if it were a
+// chain: new token number d counts as slot length + d, wherever it lies. Only its score and its
+// weight change places: the numbers rise along a path, so the order of the sums is the chain's, and
+// the tokens of other paths add zeros.
+struct Parts {
+  Parts(const Attention& a, const AttentionTile& tile, const Span& span, const Layout& layout,
+        float* scratch)
+      : context{span, scratch + layout.weights, kWeightStride},
+        fresh{Span(0, 0), scratch + layout.new_weights, 0} {
+    const int64_t length = a.lengths[tile.row], end = length + a.tokens;
+    if (a.ancestors == nullptr || span.end <= length) return;
+    context.span = Span(span.first, length);
+    fresh.span = Span(length > 0 ? length : 0, end < a.slots ? end : a.slots);
+    fresh.stride = layout.new_stride;
+  }
+
+  Part context, fresh;
+};
+
+// Calls move(weight of a slot, weight of the new token that counts as it) for all of a tree's.
+template <typename Move>
+inline void for_new_tokens(const Attention& a, const AttentionTile& tile, const Span& span,
+                           const Parts& parts, int64_t rows, const Move& move) {
+  if (parts.fresh.span.strips == 0) return;
+  const int64_t length = a.lengths[tile.row];
+  for (int64_t row = 0; row < rows; ++row) {
+    float* of_slots = parts.context.weights + row * parts.context.stride - span.first;
+    float* of_tokens = parts.fresh.weights + row * parts.fresh.stride - parts.fresh.span.first;
+    for (int64_t slot = length > span.first ? length : span.first; slot < span.end; ++slot) {
+      const int64_t index = new_token(a, tile, tile.token + row / a.group, slot - length);
+      if (index >= 0) move(of_slots[slot], of_tokens[length + index]);
+    }
+  }
+}
+
+inline void score(const Entries& entries, const Part& part, const Layout& layout,
                   float* scratch) {
-  float *keys = scratch + layout.keys, *scores = scratch + layout.weights;
-  std::memset(scores, 0, layout.rows * kWeightStride * sizeof(float));
+  const Span& span = part.span;
+  if (span.strips == 0) return;
+  float* keys = scratch + layout.keys;
+  std::memset(part.weights, 0, layout.rows * part.stride * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
     read_keys(entries, span.slot(i), span.end, layout, scratch + layout.values, keys);
     const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
-    add_product<Floats>(factors, layout.rows, kStrip, scores + i * kStrip, kWeightStride);
+    add_product<Floats>(factors, layout.rows, kStrip, part.weights + i * kStrip, part.stride);
   }
 }
 
@@ -173,16 +217,15 @@ inline bool all_finite(const float* values, int64_t count) {
 }
 
 template <bool careful>
-inline void mix(const Entries& entries, const Span& span, const Layout& layout,
-                float* scratch, float* sums) {
-  float* values = scratch + layout.values;
+inline void mix(const Entries& entries, const Part& part, const Layout& layout, float* values,
+                float* sums) {
+  const Span& span = part.span;
   const int64_t rows = layout.rows, features = layout.features;
   const bool whole = entries.features == features;  // no vector reaches past a slot's values
-  std::memset(sums, 0, rows * features * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
-    const float* weights = scratch + layout.weights + i * kStrip;
+    const float* weights = part.weights + i * kStrip;
     const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
-    const Factors factors(weights, kWeightStride, direct, entries.stride, span.count(i),
+    const Factors factors(weights, part.stride, direct, entries.stride, span.count(i),
                           entries.ahead);
     if (!careful && whole && entries.kind == Cached::kFloat32) {
       add_product<Floats>(factors, rows, features, sums, features);
@@ -190,7 +233,7 @@ inline void mix(const Entries& entries, const Span& span, const Layout& layout,
       add_product<Bfloat16s>(factors, rows, features, sums, features);
     } else {
       read_values(entries, span.slot(i), span.count(i), layout, values);
-      const Factors decoded(weights, kWeightStride, values, features * sizeof(float),
+      const Factors decoded(weights, part.stride, values, features * sizeof(float),
                             span.count(i));
       if (careful) {
         add_careful(decoded, rows, features, sums);
@@ -201,15 +244,26 @@ inline void mix(const Entries& entries, const Span& span, const Layout& layout,
   }
 }
 
+template <bool careful>
+inline void mix_parts(const Entries& entries, const Parts& parts, const Layout& layout,
+                      float* values, float* sums) {
+  std::memset(sums, 0, layout.rows * layout.features * sizeof(float));
+  mix<careful>(entries, parts.context, layout, values, sums);
+  mix<careful>(entries, parts.fresh, layout, values, sums);
+}
+
 // sums: of the step's tile over its block alone. next: the step that follows, or null.
 inline void attend_block(const Attention& a, const AttentionStep& step, const AttentionStep* next,
                          float* scratch, float* sums) {
   const AttentionTile& tile = *step.tile;
   const Layout layout(a, tile.tokens);
   const Span span(tile, step.block);
+  const Parts parts(a, tile, span, layout, scratch);
   const Entries keys(a, step, next, a.keys), values(a, step, next, a.values);
   read_queries(a, tile, layout, scratch);
-  score(keys, span, layout, scratch);
+  score(keys, parts.context, layout, scratch);
+  score(keys, parts.fresh, layout, scratch);
+  for_new_tokens(a, tile, span, parts, layout.rows, [](float& slot, float& token) { slot = token; });
 
   uint32_t* seen = reinterpret_cast<uint32_t*>(scratch + layout.seen);
   const int64_t count = span.strips * kStrip;
@@ -220,9 +274,11 @@ inline void attend_block(const Attention& a, const AttentionStep& step, const At
           sums[layout.totals + row]);
   }
 
-  mix<false>(values, span, layout, scratch, sums);
+  std::memset(parts.fresh.weights, 0, layout.rows * parts.fresh.stride * sizeof(float));
+  for_new_tokens(a, tile, span, parts, layout.rows, [](float& slot, float& token) { token = slot; });
+  mix_parts<false>(values, parts, layout, scratch + layout.values, sums);
   if (!all_finite(sums, layout.rows * layout.features)) {
-    mix<true>(values, span, layout, scratch, sums);
+    mix_parts<true>(values, parts, layout, scratch + layout.values, sums);
   }
 }
 

@@ -19,19 +19,22 @@ struct Layout {
   Layout(const Attention& a, int64_t tokens)
       : rows(tokens * a.group),
         features((a.e + 15) / 16 * 16),
+        new_stride(a.ancestors == nullptr ? 0 : (a.tokens + kStrip - 1) / kStrip * kStrip + 16),
         keys(rows * features),
         values(keys + (a.e + 31) / 32 * 32 * kStrip),
         weights(values + kStrip * features),
-        seen(weights + rows * kWeightStride),
+        new_weights(weights + rows * kWeightStride),
+        seen(new_weights + rows * new_stride),
         scratch(seen + tokens * kAttentionBlock),
         maxima(rows * features),
         totals(maxima + rows),
         sums((totals + rows + 15) / 16 * 16) {}
 
-  int64_t rows, features;
+  int64_t rows, features, new_stride;
   // Scratch: queries [rows, features]; keys [features, kStrip]; values [kStrip, features];
-  // weights [rows, kWeightStride]; seen [tokens, kAttentionBlock].
-  int64_t keys, values, weights, seen, scratch;
+  // weights [rows, kWeightStride]; in a tree, those of the new tokens where they really lie,
+  // [rows, new_stride]; seen [tokens, kAttentionBlock].
+  int64_t keys, values, weights, new_weights, seen, scratch;
   // Sums: mixed values [rows, features], maxima [rows], totals [rows].
   int64_t maxima, totals, sums;
 };
@@ -88,8 +91,9 @@ struct Entries {
   const uint8_t* zeros = nullptr;
 };
 
-// What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
+// Slots first … end - 1, in strips from the first one on.
 struct Span {
+  // What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
   Span(const AttentionTile& tile, int64_t block) {
     const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
     const int64_t skipped = tile.first > start ? (tile.first - start) / kStrip : 0;
@@ -97,6 +101,9 @@ struct Span {
     end = tile.last < stop ? tile.last : stop;
     strips = (end - first + kStrip - 1) / kStrip;
   }
+
+  Span(int64_t first, int64_t end)
+      : first(first), end(end), strips(end > first ? (end - first + kStrip - 1) / kStrip : 0) {}
 
   int64_t slot(int64_t strip) const { return first + strip * kStrip; }
   // Slots in use of a strip.
@@ -174,12 +181,9 @@ inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* 
   }
 }
 
-// One value in every lane, not so much as a zero added.
-inline Float spread(float x) { return (Float)splat(load_word(&x)); }
-
 // Codes of kLanes features as values.
 SPECJAX_INLINE Float code_values(Word codes, int zero, float scale) {
-  return to_float((Int)codes - zero) * spread(scale);
+  return to_float((Int)codes - zero) * splat(scale);
 }
 
 // One slot's codes: f32[features].
@@ -248,19 +252,27 @@ inline void read_keys(const Entries& entries, int64_t slot, int64_t end, const L
 
 // --- Seeing.
 
+// Number d of the new tokens that a token sees, -1 where there is none.
+inline int64_t new_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t d) {
+  if (a.ancestors == nullptr) return d <= token ? d : -1;
+  if (d >= a.depth) return -1;
+  const int64_t index = a.ancestors[(tile.row * a.tokens + token) * a.depth + d];
+  const int64_t slot = a.lengths[tile.row] + index;
+  return index >= 0 && index < a.tokens && slot >= 0 && slot < a.slots ? index : -1;
+}
+
 // Which of `count` slots from `first` on a token sees: all ones or zero in seen[count].
 inline void see_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t first,
                       int64_t count, uint32_t* seen) {
   const int64_t length = a.lengths[tile.row];
   const int32_t* positions = a.positions + tile.row * a.tokens;
   const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
-  const int64_t row = (tile.row * a.tokens + token) * a.tokens;
-  const bool* shown = a.mask == nullptr ? nullptr : a.mask + row;
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t slot = first + i, index = slot - length;
-    bool visible = index < 0 ? slot >= oldest : index < a.tokens;
-    if (index >= 0 && visible) {
-      visible = (shown == nullptr ? index <= token : shown[index]) && positions[index] >= oldest;
+    const int64_t slot = first + i;
+    bool visible = slot >= oldest;
+    if (slot >= length) {
+      const int64_t index = new_token(a, tile, token, slot - length);
+      visible = index >= 0 && positions[index] >= oldest;
     }
     seen[i] = visible ? ~0u : 0u;
   }
@@ -270,7 +282,7 @@ inline void see_token(const Attention& a, const AttentionTile& tile, int64_t tok
 // see all slots, and nothing was written.
 inline bool see(const Attention& a, const AttentionTile& tile, int64_t first, int64_t count,
                 uint32_t* seen) {
-  const int64_t chain = a.mask == nullptr && !a.windowed ? tile.token + 1 : 0;
+  const int64_t chain = a.ancestors == nullptr && !a.windowed ? tile.token + 1 : 0;
   bool all = first + count <= a.lengths[tile.row] + chain;
   for (int64_t t = 0; t < tile.tokens && all && a.windowed; ++t) {
     all = first > a.positions[tile.row * a.tokens + tile.token + t] - a.window;

@@ -83,8 +83,10 @@ struct Attention {
   bool queries_bfloat16;
   Cached cached;
   const int32_t *lengths, *positions;  // [b], [b, tokens]
-  const bool* mask;                    // [b, tokens, tokens], or null: each sees those before it
-  int64_t b, tokens, heads, e, slots, kv_heads;
+  // Of a tree: [b, tokens, depth], the new tokens on the path to a token, -1 where it has ended. Of
+  // a chain null: each token sees those before it.
+  const int32_t* ancestors;
+  int64_t b, tokens, depth, heads, e, slots, kv_heads;
   int64_t group;  // heads / kv_heads
   bool windowed;
   int64_t window;
@@ -93,7 +95,8 @@ struct Attention {
 };
 
 // The queries of `tokens` tokens from `token` on, of all heads that share the key-value head
-// `head`. Of the row's slots, only first … last - 1 are seen by any of them.
+// `head`. Of the row's slots, only first … last - 1 are seen by any of them; in a tree, a path's
+// new tokens count as if they lay in consecutive slots (attention_input.h).
 struct AttentionTile {
   int64_t row, head, token, tokens, first, last;
 };

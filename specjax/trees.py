@@ -1,0 +1,73 @@
+"""Token trees: what a drafter proposes when it does not want to bet on one continuation.
+
+A tree is the parents of its nodes, int32[B, N]: parents[b, i] < i, -1 for a child of the last
+token. All of this is small integer arithmetic on whole arrays, in the compiled loop.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def from_sequences(
+    sequences: jax.Array, lengths: jax.Array, nodes: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The trie of candidate continuations: what they begin with in common is there once.
+
+    Nodes come in the order of the sequences, a sequence's own in the order of its tokens; so the
+    cut at `nodes` takes the last sequences first, from their ends. Of tokens chosen without chance:
+    merging tokens that were drawn would change what they were drawn from.
+
+    Args:
+      sequences: int32[B, C, L].
+      lengths: int32[B, C], valid tokens of each; 0 leaves a sequence out.
+      nodes: the most nodes of a tree, N.
+
+    Returns:
+      tokens: int32[B, N], parents: int32[B, N] and counts: int32[B], as a `Proposal` has them.
+      Places from counts[b] on hold token 0 and parent -1.
+    """
+    b, c, length = sequences.shape
+    valid = jnp.arange(length) < lengths[..., None]
+    differ = sequences[:, :, None] != sequences[:, None]
+    shared = (jnp.cumsum(differ, axis=3) == 0) & valid[:, None]  # [B, C, C, L]
+    first = jnp.argmax(shared, axis=2)  # the first sequence that begins with the same tokens
+    is_node = valid & (first == jnp.arange(c)[:, None])
+    numbers = jnp.cumsum(is_node.reshape(b, -1), axis=1, dtype=jnp.int32).reshape(b, c, length) - 1
+    own = jnp.take_along_axis(numbers, first, axis=1)
+    parents = jnp.pad(own[:, :, :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    places = jnp.where(is_node, numbers, nodes)
+    rows = jnp.arange(b)[:, None, None]
+    return (
+        jnp.zeros((b, nodes), jnp.int32).at[rows, places].set(sequences, mode="drop"),
+        jnp.full((b, nodes), -1, jnp.int32).at[rows, places].set(parents, mode="drop"),
+        jnp.minimum(jnp.sum(is_node, axis=(1, 2), dtype=jnp.int32), nodes),
+    )
+
+
+def ancestors(parents: jax.Array) -> jax.Array:
+    """The path to every node, itself last. int32[B, N] -> int32[B, N, N], padded with -1.
+
+    Entry d is the node at depth d; numbers rise along a path.
+    """
+    b, n = parents.shape
+    upwards = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[:, None], (b, n, 1))
+    jump = parents  # as many steps upwards as `upwards` is wide
+    while upwards.shape[2] < n:
+        upwards = jnp.concatenate((upwards, _follow(upwards, jump)), axis=2)
+        jump = _follow(jump[..., None], jump)[..., 0]
+    place = jnp.sum(upwards >= 0, axis=2)[..., None] - 1 - jnp.arange(n)
+    path = jnp.take_along_axis(upwards, jnp.maximum(place, 0), axis=2)
+    return jnp.where(place >= 0, path, -1)
+
+
+def _follow(values: jax.Array, nodes: jax.Array) -> jax.Array:
+    """values[b, nodes[b, i]], -1 where there is no such node. [B, N, D], [B, N] -> [B, N, D]."""
+    found = jnp.take_along_axis(values, jnp.maximum(nodes, 0)[..., None], axis=1)
+    return jnp.where(nodes[..., None] >= 0, found, -1)
+
+
+def depths(paths: jax.Array) -> jax.Array:
+    """The depth of every node, 0 for a child of the last token. `ancestors` -> int32[B, N]."""
+    return jnp.sum(paths >= 0, axis=2, dtype=jnp.int32) - 1
