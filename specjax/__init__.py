@@ -3,7 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specjax import planning
+from specjax.batching import Completion, decode_many
 from specjax.config import ModelConfig, RopeScaling
+from specjax.datastore import Datastore
 from specjax.decoding import DecodeResult, decode
 from specjax.drafting import (
     Adaptive,
@@ -12,8 +15,14 @@ from specjax.drafting import (
     DraftModel,
     Heuristic,
     LayerSkip,
+    Lookahead,
     MultiLevel,
+    NGram,
+    PromptLookup,
     QSpec,
+    Retrieval,
+    Spectra,
+    TranslatedDraft,
 )
 from specjax.params import Params
 from specjax.sampling import Sampling
@@ -34,25 +43,35 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "Autoregressive",
+    "Completion",
+    "Datastore",
     "DecodeResult",
     "DraftModel",
     "Drafter",
     "Heuristic",
     "LayerSkip",
+    "Lookahead",
     "ModelConfig",
     "MultiLevel",
+    "NGram",
     "Params",
+    "PromptLookup",
     "QSpec",
+    "Retrieval",
     "RopeScaling",
     "Sampling",
+    "Spectra",
     "Stats",
+    "TranslatedDraft",
     "calibration_tokens",
     "convert",
     "decode",
+    "decode_many",
     "export",
     "generate",
     "load",
     "load_tokenizer",
+    "planning",
     "quantize",
     "quantize_checkpoint",
     "save",

@@ -4,9 +4,15 @@ from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.base import Drafter
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.layer_skip import LayerSkip
+from specjax.drafting.lookahead import Lookahead
 from specjax.drafting.multilevel import MultiLevel
+from specjax.drafting.ngram import NGram
+from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.drafting.qspec import QSpec
+from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.schedules import Adaptive, Heuristic
+from specjax.drafting.spectra import Spectra
+from specjax.drafting.translated import TranslatedDraft
 
 __all__ = [
     "Adaptive",
@@ -15,6 +21,12 @@ __all__ = [
     "Drafter",
     "Heuristic",
     "LayerSkip",
+    "Lookahead",
     "MultiLevel",
+    "NGram",
+    "PromptLookup",
     "QSpec",
+    "Retrieval",
+    "Spectra",
+    "TranslatedDraft",
 ]

@@ -1,0 +1,40 @@
+"""Lookahead decoding: n-grams from a window of Jacobi iterations (Fu et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from specjax.drafting.window import WindowDrafter, check_window
+from specjax.ngram_tables import NGramTable
+from specjax.state import DecodeState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lookahead(WindowDrafter):
+    """Guesses the n-grams that begin with the last token, the newest first.
+
+    ngram: N, tokens per n-gram, at least 2; a guess has N - 1. The paper's levels.
+    window: W, columns of the window, which ride along in every pass.
+    guesses: G, n-grams that are tried per round.
+    capacity: n-grams that are remembered per row, in 4 · capacity · (N + 1) bytes.
+    text: whether n-grams of prompt and output are remembered too.
+    seed: for the window's first tokens, drawn from the prompt's.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    ngram: int = dataclasses.field(default=5, metadata={"static": True})
+    window: int = dataclasses.field(default=7, metadata={"static": True})
+    guesses: int = dataclasses.field(default=7, metadata={"static": True})
+    capacity: int = dataclasses.field(default=8192, metadata={"static": True})
+    text: bool = dataclasses.field(default=True, metadata={"static": True})
+    seed: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_window(self)
+
+    def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+        return table.continuations(state.last_tokens, self.guesses, parts=False)

@@ -1,0 +1,88 @@
+"""Prompt lookup: what followed the last tokens where they stood before (Saxena 2023).
+
+No model and no memory: the text so far is searched anew every round, all of it at once. It pays
+where the output repeats the input: summaries, edits, questions about a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checks import check_integer
+from specjax.params import Params
+from specjax.state import DecodeState, Proposal, Stats, Verified
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptLookup:
+    """Proposes what followed an earlier occurrence of the last tokens in prompt and output.
+
+    The longest run of last tokens that occurs is searched, and its first occurrence taken.
+
+    draft_length: tokens per draft, fewer where the text ends before.
+    longest, shortest: tokens of the run that is searched. Hugging Face searches 2, then 1.
+    whole: take only occurrences that a whole draft follows and that end before the searched run
+        begins, as the original implementation does; False: Hugging Face's rule.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    draft_length: int = dataclasses.field(default=10, metadata={"static": True})
+    longest: int = dataclasses.field(default=3, metadata={"static": True})
+    shortest: int = dataclasses.field(default=1, metadata={"static": True})
+    whole: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in ("draft_length", "shortest"):
+            if check_integer(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if check_integer("longest", self.longest) < self.shortest:
+            raise ValueError(
+                f"longest must be at least shortest={self.shortest}, got {self.longest}"
+            )
+
+    def validate(self, params: Params, positions: int) -> None:
+        """Every model can be drafted for so."""
+
+    def init(self, params: Params, state: DecodeState, width: int) -> None:
+        return None
+
+    def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
+        lengths = state.lengths[:, None]
+        width = state.tokens.shape[1]
+        run = _matching_ends(state.tokens, state.lengths, self.longest)
+        last = jnp.arange(width)  # where an occurrence ends
+        n = jnp.arange(self.longest, self.shortest - 1, -1)[:, None]
+        found = (run[:, None] >= n) & (last < lengths - 1)[:, None]  # [B, n, W]
+        if self.whole:
+            found &= (last + self.draft_length < lengths)[:, None]
+            found &= last < lengths[..., None] - 1 - n
+        any_found = jnp.any(found, axis=2)
+        best = jnp.argmax(any_found, axis=1)[:, None, None]
+        start = jnp.argmax(jnp.take_along_axis(found, best, axis=1)[:, 0], axis=1)[:, None] + 1
+        places = start + jnp.arange(self.draft_length)
+        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(places, width - 1), axis=1)
+        follow = jnp.minimum(state.lengths - start[:, 0], self.draft_length)
+        counts = jnp.where(jnp.any(any_found, axis=1), follow, 0)
+        return Proposal(tokens, counts), state
+
+    def observe(self, draft: None, verified: Verified) -> None:
+        return None
+
+    def levels(self, draft: None) -> tuple[Stats, ...]:
+        return ()
+
+
+def _matching_ends(tokens: jax.Array, lengths: jax.Array, longest: int) -> jax.Array:
+    """How many tokens up to each place are the text's last, at most `longest`. -> int32[B, W]."""
+    run, same = jnp.zeros_like(tokens), jnp.bool_(True)
+    for back in range(longest):
+        there = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
+        last = jnp.take_along_axis(tokens, lengths[:, None] - 1 - back, axis=1, mode="clip")
+        same &= (there == last) & (back < lengths[:, None])
+        run += same
+    return run

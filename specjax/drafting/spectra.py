@@ -1,0 +1,99 @@
+"""SPECTRA-CORE: guesses from two dictionaries that the model fills for itself (Le et al. 2025).
+
+Both dictionaries are one table of n-grams, read in two ways. Forward: what followed the last token,
+anywhere in an n-gram; many guesses, quickly. Backward: one guess, token by token, each by the
+longest end of the text and of the guess so far that an n-gram goes on from; few tokens, good ones.
+
+Left open in the paper and settled here: the candidates are a window as Lookahead's, drawn from the
+prompt at first; the backward guess stands before the forward ones, so that the budget never cuts
+it; n-grams of the text are remembered as the window's are; and the oldest are forgotten first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafting.window import MATCHES, WindowDrafter, WindowState, check_window
+from specjax.ngram_tables import NGramTable, last_tokens
+from specjax.sampling import greedy
+from specjax.state import DecodeState, Verified
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spectra(WindowDrafter):
+    """Guesses in both directions, and candidates that keep the dictionaries growing.
+
+    ngram: N, tokens per n-gram, at least 2; a guess has up to N - 1.
+    window: W, candidates, which ride along in every pass.
+    guesses: G; a round's guesses have up to G · (N - 1) tokens, what they share counted once.
+    refine: τ, how often a candidate goes on with the most probable token that begins no n-gram yet
+        instead of the most probable one; 0 … 1.
+    capacity: n-grams that are remembered per row, in 4 · capacity · (N + 1) bytes.
+    text: whether n-grams of prompt and output are remembered too.
+    forward, backward, parts: the paper's ablations: without the forward dictionary, without the
+        backward dictionary, without the n-grams inside an n-gram.
+    seed: for the candidates' first tokens, drawn from the prompt's, and for τ.
+
+    Raises ValueError where a field is out of its range.
+    """
+
+    ngram: int = dataclasses.field(default=5, metadata={"static": True})
+    window: int = dataclasses.field(default=15, metadata={"static": True})
+    guesses: int = dataclasses.field(default=15, metadata={"static": True})
+    refine: float = dataclasses.field(default=0.1, metadata={"static": True})
+    capacity: int = dataclasses.field(default=8192, metadata={"static": True})
+    text: bool = dataclasses.field(default=True, metadata={"static": True})
+    forward: bool = dataclasses.field(default=True, metadata={"static": True})
+    backward: bool = dataclasses.field(default=True, metadata={"static": True})
+    parts: bool = dataclasses.field(default=True, metadata={"static": True})
+    seed: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_window(self)
+        if not (isinstance(self.refine, int | float) and 0 <= self.refine <= 1):
+            raise ValueError(f"refine must be in 0 … 1, got {self.refine!r}")
+        if not (self.forward or self.backward):
+            raise ValueError("forward and backward are both False: nothing is left to guess from")
+
+    def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+        found = []
+        if self.backward:
+            found.append(self._backward_guess(table, state))
+        if self.forward:
+            most = MATCHES * self.guesses
+            found.append(table.continuations(state.last_tokens, most, parts=self.parts))
+        sequences, lengths = zip(*found, strict=True)
+        return jnp.concatenate(sequences, axis=1), jnp.concatenate(lengths, axis=1)
+
+    def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
+        likely = super().predict(draft, verified)
+        if not (self.refine and self.forward):
+            return likely
+        logits = verified.logits[:, self.riding + 1 - self.window : self.riding + 1]
+        known = draft.table.keys(logits.shape[-1], parts=self.parts)
+        unseen = greedy(jnp.where(known[:, None], -jnp.inf, logits))
+        refined = self.draws(draft.rounds) < self.refine
+        refined &= ~jnp.all(known, axis=1, keepdims=True)
+        return jnp.where(refined, unseen, likely)
+
+    def draws(self, rounds: jax.Array) -> jax.Array:
+        """Uniform numbers, f32[B, W], which depend on a row's own rounds alone."""
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), rounds)
+        return jax.vmap(lambda key: jax.random.uniform(key, (self.window,)))(keys)
+
+    def _backward_guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+        """One guess, as far as n-grams go on. -> int32[B, 1, N - 1] and int32[B, 1]."""
+        context = last_tokens(state.tokens, state.lengths, self.ngram - 1)
+        going, guess = jnp.ones_like(state.finished), []
+        length = jnp.zeros_like(state.lengths)
+        for _ in range(self.ngram - 1):
+            token, found = table.next_token(context, parts=self.parts)
+            going &= found
+            length += going
+            guess.append(token)
+            context = jnp.concatenate((context[:, 1:], token[:, None]), axis=1)
+        return jnp.stack(guess, axis=1)[:, None], length[:, None]
