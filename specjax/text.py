@@ -78,7 +78,7 @@ class Round:
     """One draft-verify round of one row.
 
     accepted: drafted tokens that the target kept.
-    rejected: drafted tokens that it did not keep, or that came after one.
+    rejected: drafted tokens that it did not keep, or that came after one; of a tree, none.
     given: the target's own token, if the row still had room for it.
     """
 
@@ -142,9 +142,10 @@ def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Ro
             for name in ("proposed", "drafted", "accepted", "emitted", "count")
         )
         kept = min(int(accepted), int(count))
+        rejected = proposed[accepted:drafted] if verified.nodes is None else proposed[:0]
         yield Round(
             accepted=emitted[:kept].tolist(),
-            rejected=proposed[accepted:drafted].tolist(),
+            rejected=rejected.tolist(),
             given=emitted[kept:count].tolist(),
         )
 
