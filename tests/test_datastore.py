@@ -177,3 +177,31 @@ def test_bad_corpora_get_one_sentence(tmp_path, content, message) -> None:
     with pytest.raises(ValueError, match=message):
         build_datastore(quantized_model(), _Numbers(), path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["alone", "below a model"])
+def test_retrieval_finds_what_the_model_goes_on_to_write(corpus, tmp_path, below) -> None:
+    """The corpus holds the model's own texts, so what follows is mostly found."""
+    params, path, own = corpus
+    store = build_datastore(params, _Numbers(), path, tmp_path / "out", keep=6)
+    drafter: specjax.Drafter = specjax.Retrieval(store, nodes=12, depth=4)
+    if below:
+        drafter = specjax.MultiLevel(specjax.QSpec(5), drafter)
+    prompts = own[:3, :8].tolist()
+    plain, drafted = (
+        specjax.decode(params, prompts, max_new_tokens=20, drafter=each)
+        for each in (specjax.Autoregressive(), drafter)
+    )
+    np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+    counts = drafted.levels[0] if below else drafted.stats
+    assert float(counts.tokens_per_round) > 1.8
+
+
+def test_retrieval_from_another_vocabulary_is_refused() -> None:
+    store = Datastore.create([np.array([1, 2])], VOCABULARY)
+    with pytest.raises(ValueError, match="vocabulary of 4 entries; the model has 96"):
+        specjax.decode(quantized_model(), [1, 2, 3], drafter=specjax.Retrieval(store))
+    with pytest.raises(ValueError, match="nodes must be at least 1, got 0"):
+        specjax.Retrieval(store, nodes=0)
+    with pytest.raises(ValueError, match="longest must be in shortest=2 … 16, got 40"):
+        specjax.Retrieval(store, longest=40)
