@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 COMPILERS := .venv-compilers
 GPU := .venv-gpu
 
-.PHONY: demo test lint golden install-check compile-check gpu-check clean
+.PHONY: demo test lint golden install-check neon-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
@@ -25,6 +25,12 @@ golden: $(VENV)/.golden
 # Installs the package as if there were no C++ compiler, and decodes with it.
 install-check: $(VENV)/.test
 	$(BIN)/python -m pytest -n 0 tests/install_without_compiler.py
+
+# Builds the C++ library for Arm processors and runs it under an emulator. Installs both (Debian, Ubuntu).
+neon-check: $(VENV)/.test
+	which aarch64-linux-gnu-g++ qemu-aarch64 cmake make > /dev/null || \
+	    $$(command -v sudo) apt-get install --yes g++-aarch64-linux-gnu qemu-user cmake make
+	$(BIN)/python -m pytest -n 0 tests/test_neon.py
 
 # Compiles the kernels for a Hopper GPU and for TPUs, without either: 1.5 GB of compilers.
 compile-check: $(COMPILERS)/.installed

@@ -86,20 +86,26 @@ SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place
 
 // --- Many rows: a decoded panel serves all of them.
 
-// Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on.
+inline constexpr int kWordsPerStep = 8;  // of `ahead`
+
+// Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on. Meanwhile `ahead` takes its
+// steps, or memory would rest until the next chunk is decoded.
 template <Arithmetic A, int R>
 inline void add_segment(const Product& p, const Group* groups, const Place& place,
-                        const Word* panel, int64_t start, int64_t row, Float* y) {
+                        const Word* panel, int64_t start, int64_t row, Prefetch& ahead, Float* y) {
   const int64_t stride = p.how.inputs / kPerWord<A>;
   const uint32_t* words = p.words<A>(row, start);
   using Vector = typename Sums<A>::Vector;
+  constexpr int kChains = Sums<A>::kChains, kStride = kWordsPerStep * kChains;
+  static_assert(kSmallestGroup / kPerWord<A> % kStride == 0);
   Vector totals[R][kVectors];
   SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
     SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] = Vector{};
   }
-  for (int chain = 0; chain < Sums<A>::kChains; ++chain) {
+  for (int chain = 0; chain < kChains; ++chain) {
     Vector sums[R][kVectors] = {};
-    for (int64_t i = chain; i < p.segment<A>() / kPerWord<A>; i += Sums<A>::kChains) {
+    for (int64_t i = chain; i < p.segment<A>() / kPerWord<A>; i += kChains) {
+      if (i % kStride == chain) ahead.step();
       Word weights[kVectors];
       SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
       SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
@@ -122,11 +128,11 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
 
 template <Arithmetic A, int R>
 inline void add_rows(const Product& p, const Group* groups, const Place& place, const Word* panel,
-                     int64_t start, int64_t row, int64_t rows, Float* y) {
+                     int64_t start, int64_t row, int64_t rows, Prefetch& ahead, Float* y) {
   if constexpr (R > 1) {
-    if (rows < R) return add_rows<A, R - 1>(p, groups, place, panel, start, row, rows, y);
+    if (rows < R) return add_rows<A, R - 1>(p, groups, place, panel, start, row, rows, ahead, y);
   }
-  add_segment<A, R>(p, groups, place, panel, start, row, y);
+  add_segment<A, R>(p, groups, place, panel, start, row, ahead, y);
 }
 
 // The same by tiles, which were shaped for the largest portion: of a smaller one's, the last row is
@@ -151,9 +157,10 @@ inline constexpr int kPortion = kTiles<A> ? kTileRows : kRows;
 // Adds a chunk for `m` rows from `first` on, in even portions of at most kPortion.
 template <Arithmetic A, Kind kind>
 inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t chunk,
-                      int64_t first, int64_t m, Float* y) {
+                      int64_t first, int64_t m, Prefetch& ahead, Float* y) {
   alignas(64) Word panel[2 * kRunWords<A> * kVectors];
-  decode_chunk<A, kind>(p.w, column, chunk, panel);
+  ahead.begin_chunk();
+  decode_chunk<A, kind>(p.w, column, chunk, kTiles<A> ? &ahead : nullptr, panel);
   const int64_t portions = (m + kPortion<A> - 1) / kPortion<A>;
   const int64_t rest = m % portions, segments = kRun<A> / p.segment<A>();
   for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which `multiply_vector` ends them
@@ -171,7 +178,7 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
       if constexpr (kTiles<A>) {
         add_tiles<A>(p, group, place, part, start, first + row, count, sums);
       } else {
-        add_rows<A, kRows>(p, group, place, part, start, first + row, count, sums);
+        add_rows<A, kRows>(p, group, place, part, start, first + row, count, ahead, sums);
       }
       row += count;
     }
@@ -186,8 +193,13 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
   Groups groups(p.w, column);
   const int64_t portions = (m + kPortion<A> - 1) / kPortion<A>;
   const TileShapes<A> shapes((m + portions - 1) / portions, p.segment<A>() / kPerWord<A>);
+  constexpr int64_t kBytesPerChunk = chunk_bytes<A>(kind);
+  // Per slab that is decoded, where products take less time than that; else in `add_segment`.
+  const int64_t steps = kTiles<A> ? kVectors * kBytesPerChunk / kBytes
+                                  : portions * 2 * kRunWords<A> / kWordsPerStep;
+  Prefetch ahead(p.w, column, kColumns, kBytesPerChunk, steps);
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
-    add_chunk<A, kind>(p, column, groups, chunk, first, m, sums);
+    add_chunk<A, kind>(p, column, groups, chunk, first, m, ahead, sums);
   }
   const int64_t columns = p.w.n - column < kColumns ? p.w.n - column : kColumns;
   for (int64_t row = 0; row < m; ++row) {
@@ -205,7 +217,8 @@ inline void multiply_vector(const Product& p, int64_t column, Groups& groups, in
   constexpr int kChains = Sums<A>::kChains;
   const int64_t stride = p.how.inputs / kPerWord<A>, segment = p.segment<A>();
   const int64_t output = column + vector * kLanes;
-  const uint8_t* ahead = p.w.data + (output + kLanes) * p.w.row_bytes;
+  constexpr int kBytesPerChunk = chunk_bytes<A>(kind);
+  Prefetch ahead(p.w, output, kLanes, kBytesPerChunk, kBytesPerChunk / kBytes);
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
     const int64_t starts[2] = {run_start<A>(p.w, chunk, 0), run_start<A>(p.w, chunk, 1)};
     const uint32_t* x[2] = {p.words<A>(0, starts[0]), p.words<A>(0, starts[1])};
@@ -228,7 +241,8 @@ inline void multiply_vector(const Product& p, int64_t column, Groups& groups, in
         add_scaled<A>(p, group, place, r, total, y[r]);
       }
     };
-    decode_rows<A, kind>(p.w, output, chunk, ahead, add);
+    ahead.begin_chunk();
+    decode_rows<A, kind>(p.w, output, chunk, &ahead, add);
   }
 }
 

@@ -8,6 +8,7 @@
 // A chunk is two runs of `kRun` inputs: of packed nibbles, the same bytes' low and high ones.
 #pragma once
 
+#include "prefetch.h"
 #include "simd.h"
 #include "types.h"
 
@@ -70,13 +71,7 @@ constexpr int chunk_bytes(Kind kind) {
 
 // kLanes rows of kBytes bytes, from row `row` and byte `offset` of a row on, transposed. What lies
 // outside the weight is zero.
-//
-// So many rows are too many streams for the hardware to foresee, and memory is read fastest from end
-// to end: as many bytes are asked for at `ahead`, which moves on through rows that are read later.
-SPECJAX_INLINE void read_slab(const Weight& w, int64_t row, int64_t offset, const uint8_t* ahead,
-                              Word* words) {
-  constexpr int kLine = 64;
-  SPECJAX_UNROLL for (int i = 0; i < kLanes * kBytes; i += kLine) __builtin_prefetch(ahead + i);
+SPECJAX_INLINE void read_slab(const Weight& w, int64_t row, int64_t offset, Word* words) {
   alignas(64) uint8_t edge[kLanes * kBytes];
   const uint8_t* from = w.data + row * w.row_bytes + offset;
   int64_t stride = w.row_bytes;
@@ -168,10 +163,10 @@ struct Decoder {
   }
 };
 
-// Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on. `ahead` is
-// moved on by as many bytes as were read.
+// Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on. `ahead`
+// takes a step per slab, or is null.
 template <Arithmetic A, Kind kind, typename Put>
-SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const uint8_t*& ahead,
+SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, Prefetch* ahead,
                                 const Put& put) {
   constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;  // of a row's bytes: one per run they hold
   constexpr int kPartBytes = chunk_bytes<A>(kind) / kParts;
@@ -179,8 +174,8 @@ SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, con
   SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
     for (int slab = 0; slab < kPartBytes / kBytes; ++slab) {
       Word words[kLanes];
-      read_slab(w, row, (chunk * kParts + part) * kPartBytes + slab * kBytes, ahead, words);
-      ahead += kLanes * kBytes;
+      if (ahead != nullptr) ahead->step();
+      read_slab(w, row, (chunk * kParts + part) * kPartBytes + slab * kBytes, words);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
         decoder.decode(part, slab * kLanes + i, words[i], put);
       }
@@ -190,9 +185,8 @@ SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, con
 
 // A chunk of kColumns outputs: panel[word of the chunk][vector].
 template <Arithmetic A, Kind kind>
-inline void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Word* panel) {
-  const uint8_t* ahead = w.data + (column + kColumns) * w.row_bytes +
-                         chunk * chunk_bytes<A>(kind) * kColumns;
+SPECJAX_INLINE void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Prefetch* ahead,
+                                 Word* panel) {
   for (int vector = 0; vector < kVectors; ++vector) {
     const auto put = [&](int run, int word, Word value) SPECJAX_LAMBDA {
       panel[(run * kRunWords<A> + word) * kVectors + vector] = value;

@@ -50,10 +50,6 @@ typedef int32_t Int __attribute__((vector_size(kBytes)));
 typedef uint32_t Word __attribute__((vector_size(kBytes)));
 typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));  // a 16-bit value per lane
 
-// One 32-bit word in every lane.
-SPECJAX_INLINE Word splat(uint32_t x) { return Word{} + x; }
-SPECJAX_INLINE Float splat(float x) { return Float{} + x; }
-
 template <typename V>
 inline V load(const void* p) {
   V v;
@@ -71,6 +67,10 @@ inline uint32_t load_word(const void* p) {
   std::memcpy(&x, p, sizeof x);
   return x;
 }
+
+// One 32-bit word in every lane. Of a float its bits, since to add it to zeros would be an addition.
+SPECJAX_INLINE Word splat(uint32_t x) { return Word{} + x; }
+SPECJAX_INLINE Float splat(float x) { return (Float)splat(load_word(&x)); }
 
 SPECJAX_INLINE Float to_float(Int v) { return __builtin_convertvector(v, Float); }
 

@@ -1,0 +1,316 @@
+// Calls every kernel of the C++ library without XLA, for processors that are only emulated
+// (tests/test_neon.py).
+//
+// Products and attention are compared with float64, and rows of x with the same rows among others.
+// Prints, for every instruction set, its name and a hash of the bits of its integer products.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "isa.h"
+
+namespace {
+
+using namespace specjax;
+
+std::mt19937 generator;
+
+float uniform() { return static_cast<float>(generator()) / 2147483648.0f - 1; }
+
+uint32_t bits(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  return word;
+}
+
+float rounded_down(float x) {  // to bfloat16
+  const uint32_t word = bits(x) & 0xFFFF0000u;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+void expect(bool holds, const Kernels& kernels, const char* what, int64_t kind) {
+  if (holds) return;
+  std::fprintf(stderr, "%s: %s (kind %d)\n", kernels.name, what, static_cast<int>(kind));
+  std::exit(1);
+}
+
+template <typename T>
+void append(std::vector<uint8_t>& bytes, T value) {
+  const auto* p = reinterpret_cast<const uint8_t*>(&value);
+  bytes.insert(bytes.end(), p, p + sizeof value);
+}
+
+// --- Products.
+
+// A random weight, and what it stands for.
+struct Matrix {
+  Matrix(Kind kind, Scale scale, int64_t group_size, bool with_zeros) {
+    w.kind = kind, w.scale = scale, w.n = kOutputs;
+    w.inputs = w.quantized() ? (kInputs + kBlock - 1) / kBlock * kBlock : kInputs;
+    if (w.quantized()) w.group_size = group_size == 0 ? w.inputs : group_size;
+    if (w.quantized()) w.groups = w.inputs / w.group_size;
+    for (int64_t i = 0; i < kOutputs * w.groups; ++i) add_group(with_zeros);
+    for (int64_t i = 0; i < kOutputs * w.inputs; ++i) {
+      const float value = rounded_down(uniform());
+      if (kind == Kind::kFloat32) append(data, value);
+      if (kind == Kind::kBfloat16) append(data, static_cast<uint16_t>(bits(value) >> 16));
+      if (kind == Kind::kInt8 || (w.nibbles() && i % 2 == 0)) {
+        data.push_back(static_cast<uint8_t>(generator()));
+      }
+    }
+    w.row_bytes = static_cast<int64_t>(data.size()) / kOutputs;
+    w.data = data.data(), w.scales = scales.data(), w.zeros = with_zeros ? zeros.data() : nullptr;
+  }
+
+  void add_group(bool with_zeros) {
+    const uint32_t eighths = generator() % 8, exponent = 121;
+    values.push_back(std::ldexp(1 + eighths / 8.0, -6));
+    if (w.scale == Scale::kE8m0) {
+      values.back() = std::ldexp(1.0, static_cast<int>(exponent + eighths) - 127);
+      append(scales, static_cast<uint8_t>(exponent + eighths));
+    }
+    if (w.scale == Scale::kFloat32) append(scales, static_cast<float>(values.back()));
+    if (w.scale == Scale::kBfloat16) {
+      append(scales, static_cast<uint16_t>(exponent << 7 | eighths << 4));
+    }
+    if (w.scale == Scale::kFloat16) {
+      append(scales, static_cast<uint16_t>((exponent - 112) << 10 | eighths << 7));
+    }
+    zeros.push_back(with_zeros ? static_cast<int8_t>(generator() % 16 - 8) : 0);
+  }
+
+  double at(int64_t row, int64_t k) const {
+    constexpr double kE2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    const uint8_t* from = w.data + row * w.row_bytes;
+    if (!w.quantized()) {
+      float value = 0;
+      const int64_t size = w.row_bytes / kInputs;
+      std::memcpy(reinterpret_cast<uint8_t*>(&value) + 4 - size, from + k * size, size);
+      return value;
+    }
+    const int64_t group = row * w.groups + k / w.group_size;
+    int code = from[w.kind == Kind::kInt8 ? k : k / kBlock * kPlane + k % kPlane];
+    if (w.nibbles()) code = code >> (k / kPlane % 2 * 4) & 15;
+    if (w.kind == Kind::kMxfp4) return (code < 8 ? 1 : -1) * kE2m1[code % 8] * values[group];
+    const int integer = w.kind == Kind::kInt4 ? (code ^ 8) - 8 : static_cast<int8_t>(code);
+    return (integer - zeros[group]) * values[group];
+  }
+
+  static constexpr int64_t kOutputs = 37, kInputs = 300;
+  Weight w{};
+  std::vector<uint8_t> data, scales;
+  std::vector<int8_t> zeros;
+  std::vector<double> values;  // of the scales
+};
+
+// The result, and the values that x was rounded to: both of the first m rows.
+struct Result {
+  Result(const Kernels& kernels, const Matrix& matrix, Input x, int64_t m, int levels) {
+    x.m = m;
+    const Preparation how = kernels.preparation(matrix.w, x, levels);
+    std::vector<uint32_t> words(m * how.inputs), sums(m * how.inputs);
+    std::vector<float> scales(m * how.inputs), scratch(how.inputs);
+    const Prepared prepared{words.data(), scales.data(), sums.data()};
+    for (int64_t row = 0; row < m; ++row) {
+      kernels.prepare_row(how, x, row, scratch.data(), prepared);
+      for (int64_t i = 0; i < x.k; ++i) {
+        const int64_t index = row * how.inputs + i;
+        const auto* q = reinterpret_cast<const int8_t*>(words.data());
+        values.push_back(scratch[i]);
+        if (levels != 0) values.back() = double{scales[index / how.group_size]} * q[index];
+      }
+    }
+    y.resize(m * matrix.kOutputs);
+    for (int64_t panel = 0; panel * kernels.columns < matrix.kOutputs; ++panel) {
+      kernels.multiply_panel(matrix.w, how, prepared, m, panel, y.data());
+    }
+  }
+
+  std::vector<double> values;
+  std::vector<float> y;
+};
+
+uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input& x, int levels) {
+  const auto kind = static_cast<int64_t>(matrix.w.kind);
+  const Result all(kernels, matrix, x, x.m, levels);
+  for (int64_t m : {1, 4, 5}) {
+    const Result some(kernels, matrix, x, m, levels);
+    const bool same = std::memcmp(some.y.data(), all.y.data(), some.y.size() * sizeof(float)) == 0;
+    expect(same, kernels, "a row depends on the others", kind);
+  }
+  uint64_t hash = 14695981039346656037u;
+  for (int64_t i = 0; i < x.m * matrix.kOutputs; ++i) {
+    double sum = 0, bound = 1e-30;  // as tests/test_matmul.py has it
+    for (int64_t k = 0; k < x.k; ++k) {
+      const double value = all.values[i / matrix.kOutputs * x.k + k];
+      const double weight = matrix.at(i % matrix.kOutputs, k);
+      sum += value * weight;
+      const double zeros = matrix.w.zeros == nullptr ? 0 : 0.5;  // what is taken off after the sum
+      bound += std::abs(value) * (std::abs(weight) + zeros) * 0x1p-19;
+    }
+    expect(std::abs(all.y[i] - sum) <= bound, kernels, "a product is wrong", kind);
+    if (levels != 0) hash = (hash ^ bits(all.y[i])) * 1099511628211u;
+  }
+  return hash;
+}
+
+uint64_t check_products(const Kernels& kernels) {
+  const Matrix matrices[] = {
+      {Kind::kInt4, Scale::kFloat16, 32, true},   {Kind::kInt4, Scale::kBfloat16, 128, false},
+      {Kind::kInt4, Scale::kFloat32, 0, true},    {Kind::kMxfp4, Scale::kE8m0, 32, false},
+      {Kind::kInt8, Scale::kFloat32, 64, true},   {Kind::kInt8, Scale::kBfloat16, 0, false},
+      {Kind::kBfloat16, Scale::kFloat32, 0, false}, {Kind::kFloat32, Scale::kFloat32, 0, false}};
+  std::vector<uint8_t> wide, narrow;
+  for (int64_t i = 0; i < 17 * Matrix::kInputs; ++i) {
+    const float value = uniform();
+    append(wide, value), append(narrow, static_cast<uint16_t>(bits(value) >> 16));
+  }
+  uint64_t hash = 0;
+  for (const Matrix& matrix : matrices) {
+    for (bool bfloat16 : {false, true}) {
+      const Input x{bfloat16 ? narrow.data() : wide.data(), bfloat16, 17, Matrix::kInputs};
+      for (int levels : {0, 7, 127}) {
+        if (levels != 0 && !matrix.w.quantized()) continue;
+        hash = 31 * hash + check_product(kernels, matrix, x, levels);
+      }
+    }
+  }
+  return hash;
+}
+
+// --- Attention.
+
+constexpr int64_t kRows = 2, kTokens = 3, kHeads = 4, kKvHeads = 2, kFeatures = 40, kSlots = 600;
+constexpr int32_t kLengths[] = {300, 7};
+constexpr int64_t kDepth = 2;
+constexpr int32_t kPositions[] = {300, 301, 301, 7, 8, 8};  // a tree: the last two are siblings
+constexpr int32_t kAncestors[] = {0, -1, 0, 1, 0, 2, 0, -1, 0, 1, 0, 2};
+
+// A random cache, and the values that it holds.
+struct Entries {
+  explicit Entries(Cached cached) {
+    constexpr int64_t kEach = kSlots * kKvHeads;
+    for (int64_t i = 0; i < kRows * kEach; ++i) {
+      scales.push_back((1 + uniform() / 2) / (cached == Cached::kCodes8 ? 128 : 8));
+      zeros.push_back(generator() % (cached == Cached::kCodes8 ? 256 : 16));
+      const auto first = static_cast<int64_t>(data.size());
+      for (int64_t e = 0; e < kFeatures; ++e) {
+        const float value = rounded_down(uniform());
+        if (cached == Cached::kFloat32) append(data, value);
+        if (cached == Cached::kBfloat16) append(data, static_cast<uint16_t>(bits(value) >> 16));
+        if (cached == Cached::kCodes8 || (cached == Cached::kCodes4 && e < kFeatures / 2)) {
+          data.push_back(static_cast<uint8_t>(generator()));
+        }
+        values.push_back(value);
+      }
+      for (int64_t e = 0; e < kFeatures && cached >= Cached::kCodes8; ++e) {
+        const bool nibbles = cached == Cached::kCodes4, high = nibbles && e >= kFeatures / 2;
+        const int code = data[first + (high ? e - kFeatures / 2 : e)];
+        const int integer = nibbles ? code >> 4 * high & 15 : code;
+        values[i * kFeatures + e] = (integer - zeros[i]) * double{scales[i]};
+      }
+    }
+  }
+
+  std::vector<uint8_t> data, zeros;
+  std::vector<float> scales;
+  std::vector<double> values;
+};
+
+bool visible(const Attention& a, int64_t row, int64_t token, int64_t slot) {
+  const int64_t index = slot - kLengths[row];
+  if (index >= kTokens) return false;
+  const int32_t* positions = kPositions + row * kTokens;
+  const int32_t* path = kAncestors + (row * kTokens + token) * kDepth;
+  const bool ancestor = std::find(path, path + kDepth, index) != path + kDepth;
+  const bool shown = index < 0 || (a.ancestors == nullptr ? index <= token : ancestor);
+  const int64_t position = index < 0 ? slot : positions[index];
+  return shown && (!a.windowed || positions[token] - position < a.window);
+}
+
+std::vector<float> attend(const Kernels& kernels, Attention a) {
+  std::vector<float> out(kRows * kTokens * kHeads * kFeatures);
+  a.out = out.data();
+  const AttentionSizes sizes = kernels.attention_sizes(a, kTokens);
+  std::vector<float> scratch(sizes.scratch), next(sizes.sums), sums(sizes.sums);
+  for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t head = 0; head < kKvHeads; ++head) {
+      const int64_t seen = a.ancestors == nullptr ? kTokens : kDepth;
+      const AttentionTile tile{row, head, 0, kTokens, 0, kLengths[row] + seen};
+      kernels.clear_sums(a, kTokens, sums.data());
+      for (int64_t block = 0; block * kAttentionBlock < tile.last; ++block) {
+        kernels.attend_block(a, {&tile, block}, nullptr, scratch.data(), next.data());
+        kernels.add_block(a, kTokens, next.data(), sums.data());
+      }
+      kernels.write_result(a, tile, sums.data());
+    }
+  }
+  return out;
+}
+
+void check_attention(const Kernels& kernels, Cached cached, bool windowed, bool tree) {
+  const Entries keys(cached), values(cached);
+  std::vector<float> queries(kRows * kTokens * kHeads * kFeatures);
+  for (float& query : queries) query = 2 * uniform();
+  Attention a{};
+  a.queries = queries.data(), a.cached = cached;
+  a.keys = {keys.data.data(), keys.scales.data(), keys.zeros.data()};
+  a.values = {values.data.data(), values.scales.data(), values.zeros.data()};
+  a.lengths = kLengths, a.positions = kPositions;
+  a.ancestors = tree ? kAncestors : nullptr, a.depth = tree ? kDepth : 0;
+  a.b = kRows, a.tokens = kTokens, a.heads = kHeads, a.e = kFeatures, a.slots = kSlots;
+  a.kv_heads = kKvHeads, a.group = kHeads / kKvHeads, a.windowed = windowed, a.window = 100;
+  a.scale = 0.25f;
+  const std::vector<float> out = attend(kernels, a);
+  for (int64_t query = 0; query < kRows * kTokens * kHeads; ++query) {
+    const int64_t row = query / kHeads / kTokens, token = query / kHeads % kTokens;
+    double total = 0, sums[kFeatures] = {}, error = 0, largest = 0;
+    for (int64_t slot = 0; slot < kSlots; ++slot) {
+      if (!visible(a, row, token, slot)) continue;
+      const int64_t head = query % kHeads / a.group;
+      const int64_t entry = ((row * kSlots + slot) * kKvHeads + head) * kFeatures;
+      double score = 0, magnitude = 0;
+      for (int64_t e = 0; e < kFeatures; ++e) {
+        const double product = queries[query * kFeatures + e] * keys.values[entry + e] * a.scale;
+        score += product, magnitude += std::abs(product);
+      }
+      error = std::max(error, magnitude * (kFeatures + 2));
+      total += std::exp2(score);
+      for (int64_t e = 0; e < kFeatures; ++e) {
+        sums[e] += std::exp2(score) * values.values[entry + e];
+        largest = std::max(largest, std::abs(values.values[entry + e]));
+      }
+    }
+    // As tests/test_cpu_attention.py has it.
+    const double bound = (2 * error + 16 + kAttentionBlock) * 0x1p-24 * largest;
+    for (int64_t e = 0; e < kFeatures; ++e) {
+      const bool close = std::abs(out[query * kFeatures + e] - sums[e] / total) <= bound;
+      expect(close, kernels, "attention is wrong", static_cast<int64_t>(cached));
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const Kernels* kernels : available_kernels()) {
+    generator.seed(0);
+    const unsigned long long hash = check_products(*kernels);
+    std::printf("%s %016llx\n", kernels->name, hash);
+    for (Cached cached : {Cached::kFloat32, Cached::kBfloat16, Cached::kCodes8, Cached::kCodes4}) {
+      check_attention(*kernels, cached, false, false);
+      check_attention(*kernels, cached, true, true);
+    }
+    const std::vector<uint8_t> bytes(1 << 12, 1);
+    expect(kernels->read(bytes.data(), 0) == 0, *kernels, "nothing is read as something", 0);
+    kernels->read(bytes.data(), static_cast<int64_t>(bytes.size()));
+    for (Arithmetic each : {Arithmetic::kInteger, Arithmetic::kBfloat16, Arithmetic::kFloat32}) {
+      kernels->multiply(each);
+    }
+  }
+}
