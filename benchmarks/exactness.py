@@ -1,10 +1,15 @@
-"""Is QSpec's output plain decoding's, bit for bit, and how many drafts are accepted?
+"""Is a drafter's output plain decoding's, bit for bit, and how many drafts are accepted?
 
-Every combination of draft length and draft activation decodes the same real prompts; each output
-is compared with that of `Autoregressive()`. Acceptance is reported per kind of text, with the
-draft's cache entries overwritten and (`--ablation`) kept apart, as in table 2 of the QSpec paper.
+QSpec: every combination of draft length and draft activation decodes the same real prompts; each
+output is compared with that of `Autoregressive()`. Acceptance is reported per kind of text, with
+the draft's cache entries overwritten and (`--ablation`) kept apart, as in table 2 of the paper.
 
     python -m benchmarks.exactness --model tiny --batch 8 --json benchmarks/results/exactness.json
+
+With `--draft`, a small model of the same tokenizer: all drafters of `benchmarks.drafter_table`, for
+a 16-bit target.
+
+    python -m benchmarks.exactness --model tiny-16bit --draft DIRECTORY --json OUT
 """
 
 from __future__ import annotations
@@ -22,25 +27,25 @@ from tqdm import tqdm
 
 import specjax
 from benchmarks.common import pad, parser, table, text_prompts, write
+from benchmarks.drafter_table import model_drafters
 from pallas_kernels.formats import Int4Weight
+from specjax import LayerSkip
 
 KINDS = ("arithmetic", "python", "prose")
-COLUMNS = (
-    "kind", "batch", "activation", "draft_length", "overwrite", "prompts", "identical",
-    "acceptance_rate", "token_acceptance", "tokens_per_round",
-)  # fmt: skip
+Named = tuple[dict[str, Any], specjax.Drafter]  # what names a drafter in the result, and itself
 
 
 def main() -> int:
     options = _options()
     params = specjax.load(options.model)
-    if not isinstance(params.layers[0].q.weight, Int4Weight):
+    if options.draft is None and not isinstance(params.layers[0].q.weight, Int4Weight):
         params = specjax.quantize(params)
+    drafters = list(_drafters(options, params))
     prompts = _prompts(options, params)
     rows = []
     for batch in options.batch:
-        rows += _compare(params, prompts, batch, options)
-    print(table(rows, COLUMNS))
+        rows += _compare(params, drafters, prompts, batch, options)
+    print(table(rows, list(rows[0])))
     label = options.label or Path(options.model).name
     write(options.json, [{"model": label, **row} for row in rows])
     different = sum(row["prompts"] - row["identical"] for row in rows)
@@ -53,6 +58,7 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny", help="a model that ships, or a directory")
     add("--label", help="the model's name in the result")
+    add("--draft", help="a small model of the same tokenizer: compare drafts from models instead")
     add("--own-prompts", action="store_true", help="prompts sampled from the model itself")
     add("--prompts", type=int, default=36, help="prompts per kind")
     add("--max-prompt", type=int, default=192, help="tokens of a prompt that are used")
@@ -87,16 +93,27 @@ def _own_prompts(params: specjax.Params, count: int) -> list[list[int]]:
     return [row[: 8 + i % 32].tolist() for i, row in enumerate(np.asarray(sampled.tokens))]
 
 
-def _drafters(options: Any) -> Iterator[specjax.QSpec]:
+def _drafters(options: Any, params: specjax.Params) -> Iterator[Named]:
+    if options.draft is not None:
+        layers = tuple(i for i in range(params.config.num_layers) if i % 4 != 3)
+        small = specjax.load(options.draft)
+        for name, drafter in model_drafters(params, small, LayerSkip(layers)).items():
+            yield {"drafter": name, "draft_length": drafter.draft_length}, drafter
+        return
     kept_apart = (True, False) if options.ablation else (True,)
     for activation, length, overwrite in itertools.product(
         options.activation, options.draft_length, kept_apart
     ):
-        yield specjax.QSpec(draft_length=length, activation=activation, overwrite=overwrite)
+        fields = {"draft_length": length, "activation": activation, "overwrite": overwrite}
+        yield fields, specjax.QSpec(**fields)
 
 
 def _compare(
-    params: specjax.Params, prompts: list[tuple[str, list[int]]], batch: int, options: Any
+    params: specjax.Params,
+    drafters: list[Named],
+    prompts: list[tuple[str, list[int]]],
+    batch: int,
+    options: Any,
 ) -> list[dict[str, Any]]:
     """One row per drafter and kind of text."""
     width = max(len(ids) for _, ids in prompts)
@@ -117,29 +134,18 @@ def _compare(
     plain, _ = run(specjax.Autoregressive())
     kinds = np.array([kind for kind, _ in prompts])
     rows = []
-    for drafter in tqdm(list(_drafters(options)), desc=f"batch {batch}", file=sys.stderr):
+    for fields, drafter in tqdm(drafters, desc=f"batch {batch}", file=sys.stderr):
         tokens, stats = run(drafter)
         same = (tokens == plain).all(axis=1)
         for kind in dict.fromkeys(kinds):
-            rows.append(_row(drafter, kind, batch, same[kinds == kind], stats, kinds == kind))
+            where = {"kind": str(kind), "batch": batch, **fields}
+            rows.append(where | _counts(same[kinds == kind], stats, kinds == kind))
     return rows
 
 
-def _row(
-    drafter: specjax.QSpec,
-    kind: str,
-    batch: int,
-    same: np.ndarray,
-    stats: specjax.Stats,
-    chosen: np.ndarray,
-) -> dict[str, Any]:
+def _counts(same: np.ndarray, stats: specjax.Stats, chosen: np.ndarray) -> dict[str, Any]:
     stats = jax.tree.map(lambda counts: counts[chosen], stats)
     return {
-        "kind": str(kind),
-        "batch": batch,
-        "activation": drafter.activation,
-        "draft_length": drafter.draft_length,
-        "overwrite": drafter.overwrite,
         "prompts": len(same),
         "identical": int(same.sum()),
         "acceptance_rate": float(stats.acceptance_rate),

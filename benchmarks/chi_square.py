@@ -1,0 +1,130 @@
+"""Do sampled texts have exactly the target's distribution? 100,000 of them per drafter.
+
+The first three tokens after a real prompt are counted. The target's own logits give the
+probability of every such text; `min_p` keeps them to a few hundred, and rare ones are counted
+together. Chi-square's p-value is uniform in 0 … 1 where the counts follow the probabilities: one
+below 0.001 / (number of drafters) counts as a failure.
+
+    python -m benchmarks.chi_square --draft DIRECTORY --json benchmarks/results/chi_square.json
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+from tqdm import tqdm
+
+import specjax
+from benchmarks.common import parser, table, text_prompts, write
+from benchmarks.drafter_table import model_drafters
+from specjax import Drafter, LayerSkip, Params, Sampling
+from specjax.kv_cache import KVCache
+from specjax.sampling import probabilities
+from specjax.transformer import forward
+
+PLACES = 3
+SAMPLING = Sampling(temperature=0.9, min_p=0.1, repetition_penalty=1.1)
+EXPECTED = 10  # rarer texts than this are counted together
+
+
+def main() -> int:
+    options = _options()
+    params = specjax.load(options.model)
+    text = text_prompts(options.data, "prose", 1)[0]
+    prompt = specjax.load_tokenizer(options.model).encode(text)[: options.prompt]
+    layers = tuple(i for i in range(params.config.num_layers) if i % 4 != 3)
+    drafters = model_drafters(params, specjax.load(options.draft), LayerSkip(layers))
+    integers = specjax.quantize(params)
+    cases = {"plain": (params, specjax.Autoregressive())}
+    cases |= {name: (params, drafter) for name, drafter in drafters.items()}
+    cases |= {"QSpec, 4-bit target": (integers, specjax.QSpec(3, "a4"))}
+    exact = {id(target): text_probabilities(target, prompt) for target in (params, integers)}
+    rows = []
+    for name, (target, drafter) in tqdm(cases.items(), file=sys.stderr):
+        texts = sampled_texts(target, prompt, drafter, options)
+        rows.append({"drafter": name, **compare(texts, exact[id(target)])})
+    print(table(rows, list(rows[0])))
+    write(options.json, [{"model": options.model, **row} for row in rows])
+    wrong = [row for row in rows if row["impossible"] or row["p_value"] < 1e-3 / len(rows)]
+    return 1 if wrong else 0
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--model", default="tiny-16bit", help="a 16-bit model")
+    add("--draft", required=True, help="a small model of the same tokenizer")
+    add("--samples", type=int, default=100_000)
+    add("--rows", type=int, default=500, help="samples per batch")
+    add("--prompt", type=int, default=12, help="tokens of the prompt")
+    return parse.parse_args()
+
+
+def text_probabilities(params: Params, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Every text of PLACES tokens that can follow, and how probable it is."""
+    texts = {(): 1.0}
+    for _ in range(PLACES):
+        following = _distributions(params, prompt, list(texts))
+        texts = {
+            (*text, int(token)): share * float(row[token])
+            for (text, share), row in zip(texts.items(), following, strict=True)
+            for token in np.flatnonzero(row)
+        }
+    return texts
+
+
+def _distributions(params: Params, prompt: list[int], texts: list[tuple[int, ...]]) -> np.ndarray:
+    """What the next token is drawn from after each of these texts, f64[texts, V]."""
+    rows = []
+    for begin in range(0, len(texts), 64):
+        tokens = jnp.array([[*prompt, *text] for text in texts[begin : begin + 64]])
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        cache = KVCache.create(params.config, *tokens.shape)
+        logits = forward(params, tokens, positions, cache)[0][:, -1]
+        seen = jax.nn.one_hot(tokens, params.config.vocab_size, dtype=bool).any(axis=1)
+        rows.append(np.asarray(probabilities(logits, SAMPLING, seen), np.float64))
+    return np.concatenate(rows)
+
+
+def sampled_texts(params: Params, prompt: list[int], drafter: Drafter, options: Any) -> np.ndarray:
+    """int[samples, PLACES]."""
+    rows = jnp.broadcast_to(jnp.array(prompt), (options.rows, len(prompt)))
+    texts = []
+    for batch in range(-(-options.samples // options.rows)):
+        result = specjax.decode(
+            params, rows, max_new_tokens=PLACES, drafter=drafter, sampling=SAMPLING,
+            key=jax.random.key(batch), stop_tokens=(),
+        )  # fmt: skip
+        texts.append(np.asarray(result.tokens[:, len(prompt) :]))
+    return np.concatenate(texts)[: options.samples]
+
+
+def compare(texts: np.ndarray, exact: dict[tuple[int, ...], float]) -> dict[str, Any]:
+    """Chi-square of the counts; texts that cannot be, at best none."""
+    observed = collections.Counter(map(tuple, texts.tolist()))
+    expected = np.array(list(exact.values())) * len(texts)
+    counted = np.array([observed[text] for text in exact])
+    rare = expected < EXPECTED
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counted = np.append(counted[~rare], counted[rare].sum())
+    kept = expected > 0
+    expected = expected[kept] * counted[kept].sum() / expected[kept].sum()
+    chi_square = stats.chisquare(counted[kept], expected)
+    return {
+        "samples": len(texts),
+        "texts": len(exact),
+        "cells": int(kept.sum()),
+        "impossible": len(texts) - int(counted.sum()),
+        "chi_square": float(chi_square.statistic),
+        "p_value": float(chi_square.pvalue),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
