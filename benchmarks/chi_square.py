@@ -44,6 +44,7 @@ def main() -> int:
     cases = {"plain": (params, specjax.Autoregressive())}
     cases |= {name: (params, drafter) for name, drafter in drafters.items()}
     cases |= {"QSpec, 4-bit target": (integers, specjax.QSpec(3, "a4"))}
+    cases = {name: cases[name] for name in options.drafters or cases}
     exact = {id(target): text_probabilities(target, prompt) for target in (params, integers)}
     rows = []
     for name, (target, drafter) in tqdm(cases.items(), file=sys.stderr):
@@ -60,6 +61,7 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny-16bit", help="a 16-bit model")
     add("--draft", required=True, help="a small model of the same tokenizer")
+    add("--drafters", nargs="+", help="names, such as 'two levels'; all of them if not given")
     add("--samples", type=int, default=100_000)
     add("--rows", type=int, default=500, help="samples per batch")
     add("--prompt", type=int, default=12, help="tokens of the prompt")

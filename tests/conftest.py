@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs() -> Iterator[None]:
+    """Every program that XLA has compiled stays mapped; the suite makes more of them than the 65530
+    mappings that Linux allows a process, and the one that finds no room ends in a crash."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
