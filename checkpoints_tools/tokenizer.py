@@ -41,6 +41,10 @@ class Tokenizer:
         """The text of `ids`, a list or an integer array of one dimension."""
         return self._backend.decode(np.asarray(ids, np.int64).tolist())
 
+    def same_tokens(self, other: Tokenizer) -> bool:
+        """Whether every id means the same token in both."""
+        return self._backend.get_vocab() == other._backend.get_vocab()
+
     def vocabulary(self) -> list[bytes | str | None]:
         """By id, what a token adds to a text: its bytes; the name (str) of a special token, which
         adds none; None where no token has the id.

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 import specjax
+from checkpoints_tools.loading import SHIPPED_PATH
 from specjax.cli import main
 from specjax.params import Params
 from tests.random_models import quantized_model
@@ -74,6 +76,7 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
     [
         "--draft mxfp4 --share-cache --draft-length 4",
         "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
+        "--draft mxfp4 --draft spectra --draft-length 6",
     ],
 )
 def test_draft_models_do_not_change_the_text(options, capsys) -> None:
@@ -84,13 +87,44 @@ def test_draft_models_do_not_change_the_text(options, capsys) -> None:
     assert "drafts accepted" in drafted
 
 
-def test_layer_skip_does_not_change_the_text(llama, capsys) -> None:
+def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path) -> None:
+    """Nor does layer skip, alone and with another drafter below."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("w72 w33 w44 w5\nw1 w2 w3 w4\n")
+    store = str(tmp_path / "store")
+    assert main(["datastore", "build", str(corpus), store, "--keep", "2"]) == 0
+    capsys.readouterr()
     command = ["generate", "w72 w33 w44", "--max-new-tokens", "20", "--drafter"]
     texts = []
-    for options in (["autoregressive"], ["layer-skip", "--layers", "0", "--activation", "a8"]):
-        assert main([*command, *options]) == 0
+    for options in (
+        "autoregressive",
+        "layer-skip --layers 0 --activation a8",
+        "layer-skip --layers 0 --draft retrieval --draft-length 4 --datastore " + store,
+        "prompt-lookup --draft-length 3",
+        "ngram",
+        "lookahead",
+        "spectra",
+        "retrieval --datastore " + store,
+    ):
+        assert main([*command, *options.split()]) == 0
         texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0])
-    assert texts[0] == texts[1]
+    assert len(set(texts)) == 1
+
+
+def test_a_draft_with_another_tokenizer_is_translated(capsys, tmp_path) -> None:
+    """Draft models of another vocabulary need no option of their own."""
+    draft = tmp_path / "draft"
+    shutil.copytree(SHIPPED_PATH / "tiny-draft", draft)
+    written = json.loads((draft / "tokenizer.json").read_text())
+    vocab = written["model"]["vocab"]
+    first, second = vocab["Ġthe"], vocab["Ġa"]
+    written["model"]["vocab"] = vocab | {"Ġthe": second, "Ġa": first}
+    (draft / "tokenizer.json").write_text(json.dumps(written))
+    command = ["--model", "tiny-16bit", "--max-new-tokens", "16", "--drafter"]
+    plain = _generate(capsys, *command, "autoregressive")
+    drafted = _generate(capsys, *command, "draft-model", "--draft", str(draft))
+    assert drafted.rsplit("\n\n", 1)[0] == plain.rsplit("\n\n", 1)[0]
+    assert "drafts accepted" in drafted
 
 
 def test_sampling_options_reach_the_sampler(llama, capsys) -> None:
@@ -125,8 +159,18 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         (["generate", "x", "--draft-length", "0"], "draft_length must be at least 1, got 0"),
         (["generate", "x", "--temperature", "-1"], "temperature must be in"),
         (["generate", "x", "--model", "tiny-16bit"], "--quantize rtn"),
-        (["generate", "x", "--draft", "mxfp4"], "--draft goes with --drafter draft-model, got"),
+        (
+            ["generate", "x", "--drafter", "ngram", "--draft", "mxfp4"],
+            "--draft goes with --drafter qspec, draft-model, layer-skip, got ngram",
+        ),
         (["generate", "x", "--drafter", "draft-model"], "needs --draft"),
+        (["generate", "x", "--drafter", "draft-model", "--draft", "spectra"], "needs --draft"),
+        (["generate", "x", "--drafter", "retrieval"], "retrieval needs --datastore"),
+        (["generate", "x", "--drafter", "ngram", "--datastore", "d"], "--datastore goes with"),
+        (
+            "generate x --drafter layer-skip --layers 0 --draft ngram --confidence 0.5".split(),
+            "--confidence goes with a model as last drafter, got NGram",
+        ),
         (["generate", "x", "--drafter", "layer-skip"], "needs --layers"),
         (["generate", "x", "--drafter", "layer-skip", "--layers", "0,99"], "layers must be in 0 …"),
         (["generate", "x", "--draft-length", "3,2"], "--draft-length must be one number or one"),

@@ -6,6 +6,7 @@ the target's KV cache (whose entries the verification then overwrites) or keeps 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +32,7 @@ class ChainState(NamedTuple):
     schedule: Any
 
 
-class ChainDrafter:
+class ChainDrafter(abc.ABC):
     """Base of the drafters that run a model. Its dataclasses hold some of these fields:
 
     draft_length: the most tokens per draft.
@@ -53,8 +54,9 @@ class ChainDrafter:
         """The model that drafts for `params`."""
         return params
 
+    @abc.abstractmethod
     def validate(self, params: Params, positions: int) -> None:
-        raise NotImplementedError
+        """As `Drafter.validate`."""
 
     def init(self, params: Params, state: DecodeState, width: int) -> ChainState:
         rows = state.tokens.shape[0]
@@ -111,7 +113,9 @@ class ChainDrafter:
             return None
         model = self.model(params)
         rows = state.tokens.shape[0]
-        cache = KVCache.create(model.config, rows, state.cache.capacity, state.cache.bits)
+        cache = KVCache.create(
+            model.config, rows, state.cache.capacity, state.cache.bits, model.num_kv_heads
+        )
         cache = prefill(model, state.tokens[:, : width - 1], cache, self.activation, self.layers)
         return cache.with_lengths(state.lengths - 1)
 
