@@ -66,7 +66,7 @@ class Adaptive:
 
     draft_cost: float = dataclasses.field(default=0.25, metadata={"static": True})
     row_cost: float = dataclasses.field(default=0.02, metadata={"static": True})
-    memory: float = dataclasses.field(default=32.0, metadata={"static": True})
+    memory: float = dataclasses.field(default=64.0, metadata={"static": True})
 
     def __post_init__(self) -> None:
         for name in ("draft_cost", "row_cost"):
@@ -76,8 +76,12 @@ class Adaptive:
             raise ValueError(f"memory must be at least 1 draft, got {self.memory!r}")
 
     def init(self, rows: int, longest: int) -> jax.Array:
-        """f32[B, 2]: recent drafts kept and tested, as if 4 of 5 had been kept before."""
-        return jnp.tile(jnp.array([4.0, 5.0]), (rows, 1))
+        """f32[B, 2]: recent drafts kept and tested, as if 9 of 10 had been kept before.
+
+        A draft that is too long costs a few passes once; one that is too short hides from the
+        schedule how much would have been kept.
+        """
+        return jnp.tile(jnp.array([9.0, 10.0]), (rows, 1))
 
     def lengths(self, state: jax.Array, longest: int) -> jax.Array:
         kept = (state[:, 0] / state[:, 1])[:, None]
