@@ -76,11 +76,8 @@ class Adaptive:
             raise ValueError(f"memory must be at least 1 draft, got {self.memory!r}")
 
     def init(self, rows: int, longest: int) -> jax.Array:
-        """f32[B, 2]: recent drafts kept and tested, as if 9 of 10 had been kept before.
-
-        A draft that is too long costs a few passes once; one that is too short hides from the
-        schedule how much would have been kept.
-        """
+        """f32[B, 2]: recent drafts kept and tested, as if 9 of 10 had been kept before: what the
+        target's own casts get."""
         return jnp.tile(jnp.array([9.0, 10.0]), (rows, 1))
 
     def lengths(self, state: jax.Array, longest: int) -> jax.Array:
