@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 import specjax
-from specjax.commands import checkpoints, datastore, evaluate, generate, plan
+from specjax.commands import checkpoints, datastore, evaluate, generate, lm_eval, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="specjax", description=specjax.__doc__)
     parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for each in (generate, checkpoints, evaluate, plan, datastore):
+    for each in (generate, checkpoints, evaluate, lm_eval, plan, datastore):
         each.add(commands)
     return parser
 

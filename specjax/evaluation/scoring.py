@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.reference import map_row_tiles
 from specjax.kv_cache import KVCache
 from specjax.params import Params
 from specjax.sampling import greedy
@@ -33,6 +34,22 @@ def score(
     cache = KVCache.create(params.config, rows, width, cache_bits)
     positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
     logits, _ = forward(params, tokens[:, :-1], positions, cache, activation=activation)
-    given = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    log_probs = given - jax.nn.logsumexp(logits, axis=-1)
-    return log_probs, greedy(logits)
+    return judge(logits, tokens[:, 1:])
+
+
+def judge(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What logits say of the tokens that follow.
+
+    Args:
+      logits: f32[B, T, V].
+      tokens: int32[B, T], the token that came after each.
+
+    Returns:
+      The tokens' natural log-probabilities, f32[B, T], and the most probable tokens, int32[B, T].
+      Neither depends on the other rows: sums run over tiles of one shape (`map_row_tiles`).
+    """
+    given = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    totals = map_row_tiles(
+        lambda tile: jax.nn.logsumexp(tile, axis=-1), logits.reshape(-1, logits.shape[-1])
+    )
+    return given - totals.reshape(given.shape), greedy(logits)

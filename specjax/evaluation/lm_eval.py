@@ -1,0 +1,224 @@
+"""specjax as a model of EleutherAI's lm-evaluation-harness (`pip install "specjax[lm-eval]"`).
+
+    lm_eval.simple_evaluate(model=SpecjaxLM(params, tokenizer, rows=8), tasks=["piqa"])
+
+`specjax lm-eval` is the harness's command line with this model in it. Texts are generated with the
+drafter that is asked for; likelihoods are the target's own, as no drafter takes part in them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+
+from specjax.batching import complete
+from specjax.drafting import Drafter
+from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
+from specjax.params import Params
+from specjax.sampling import Sampling
+from specjax.text import TextStream
+
+if TYPE_CHECKING:
+    from checkpoints_tools.tokenizer import Tokenizer
+
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+
+
+class SpecjaxLM(TemplateLM):
+    """Answers the harness's three kinds of requests. Chat templates are not supported.
+
+    Args:
+      params: the model.
+      tokenizer: its tokenizer, as `specjax.load_tokenizer` gives it.
+      drafter: how tokens are proposed where text is generated; default QSpec().
+      rows: texts per pass.
+      max_length: most tokens of a text that are read; None: the model's number of positions. Of a
+        longer context the last tokens are kept.
+      cache_bits: bits per KV cache entry where text is generated: 16, 8 or 4.
+      seed: of the sampling, where a task samples.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        tokenizer: Tokenizer,
+        *,
+        drafter: Drafter | None = None,
+        rows: int = 8,
+        max_length: int | None = None,
+        cache_bits: int = 16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._params, self._tokenizer = params, tokenizer
+        self._drafter, self._rows, self._cache_bits = drafter, rows, cache_bits
+        positions = params.config.max_position_embeddings
+        self._max_length = positions if max_length is None else max_length
+        self._key = jax.random.key(seed)
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a text."""
+        if not self._params.config.stop_tokens:
+            raise ValueError("the model's configuration names neither a first nor a last token")
+        return self._params.config.stop_tokens[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text is predicted from: the one that begins texts, or else the
+        one that ends them."""
+        first = self._params.config.bos_id
+        return self.eot_token_id if first is None else first
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids. A text that begins with the name of the first token has it once."""
+        ids = self._tokenizer.encode(string, add_special_tokens is not False)
+        twice = add_special_tokens is None and ids[:2] == [self._params.config.bos_id] * 2
+        return ids[1:] if twice else ids
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        with _Bar("loglikelihood", disable_tqdm) as bar:
+            scores = log_likelihoods(
+                self._params, pairs, rows=self._rows, max_length=self._max_length,
+                progress=bar.show,
+            )  # fmt: skip
+        for request, result in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], result)
+        return scores
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probabilities of whole texts in nats, all tokens after `prefix_token_id`."""
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        with _Bar("loglikelihood_rolling", disable_tqdm) as bar:
+            sums = rolling_log_likelihoods(
+                self._params, texts, prefix=self.prefix_token_id, rows=self._rows,
+                max_length=self._max_length, progress=bar.show,
+            )  # fmt: skip
+        for request, result in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations, each up to the first of its `until` strings. Those of one setting are
+        decoded together."""
+        groups: dict[_Setting, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(_setting(request.args[1]), []).append(number)
+        texts: dict[int, str] = {}
+        with _Bar("generate_until", disable_tqdm) as bar:
+            for setting, numbers in groups.items():
+                contexts = [requests[number].args[0] for number in numbers]
+                for place, text in self._generate(contexts, setting):
+                    number = numbers[place]
+                    texts[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                    bar.show(len(texts), len(requests))
+        return [texts[number] for number in range(len(requests))]
+
+    def _generate(self, contexts: Sequence[str], setting: _Setting) -> Iterator[tuple[int, str]]:
+        """Each context's number and continuation, as they are finished."""
+        room = self._max_length - setting.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks={setting.max_new_tokens} leaves no room for a prompt: the model "
+                f"reads {self._max_length} tokens"
+            )
+        encoded = (self.tok_encode(context) or [self.prefix_token_id] for context in contexts)
+        prompts = [tokens[-room:] for tokens in encoded]
+        for number, completion in complete(
+            self._params, prompts, rows=self._rows, max_new_tokens=setting.max_new_tokens,
+            drafter=self._drafter, sampling=setting.sampling,
+            key=None if setting.sampling is None else self._key,
+            stop_tokens=self._stop_tokens(setting.until), cache_bits=self._cache_bits,
+        ):  # fmt: skip
+            if completion.error is not None:
+                raise ValueError(completion.error)
+            new = completion.tokens[len(prompts[number]) :].tolist()
+            yield number, self._text(prompts[number], new, setting.until)
+
+    def _text(self, prompt: Sequence[int], new: list[int], until: Sequence[str]) -> str:
+        """The text of new tokens, up to the first of the strings."""
+        if new and new[-1] in self._params.config.stop_tokens:
+            new = new[:-1]
+        stream = TextStream(self._tokenizer, prompt)
+        text = stream.push(new) + stream.finish()
+        return min((text.split(end, 1)[0] for end in until), key=len, default=text)
+
+    def _stop_tokens(self, until: Sequence[str]) -> tuple[int, ...]:
+        """The model's own, and those that hold one of the strings: what follows would be cut."""
+        ends = [end.encode() for end in until]
+        holding = (
+            token
+            for token, text in enumerate(self._vocabulary[: self._params.config.vocab_size])
+            if any(end in text for end in ends)
+        )
+        return tuple(dict.fromkeys((*self._params.config.stop_tokens, *holding)))
+
+    @functools.cached_property
+    def _vocabulary(self) -> list[bytes]:
+        """By id, the bytes of a token; of a special one, those of its name."""
+        try:
+            entries = self._tokenizer.vocabulary()
+        except ValueError:  # unknown; then texts are generated to their end and cut
+            return []
+        return [each.encode() if isinstance(each, str) else each or b"" for each in entries]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Asked for only where chat templates are to be applied. Raises ValueError."""
+        raise ValueError("specjax applies no chat templates: leave --apply_chat_template out")
+
+
+class _Setting(NamedTuple):
+    """How a continuation is generated."""
+
+    until: tuple[str, ...]
+    max_new_tokens: int
+    sampling: Sampling | None
+
+
+def _setting(given: dict[str, Any]) -> _Setting:
+    """The harness's generation arguments, checked. Raises ValueError for one that is unknown."""
+    chosen = dict(normalize_gen_kwargs(given))
+    if chosen.get("num_beams") == 1:
+        del chosen["num_beams"]
+    if unknown := chosen.keys() - _KNOWN:
+        raise ValueError(
+            f"generation arguments must be among {', '.join(sorted(_KNOWN))}, "
+            f"got {', '.join(sorted(unknown))}"
+        )
+    sampling = None
+    if chosen["do_sample"] and chosen.get("temperature", 1.0) != 0:
+        names = {"temperature", "top_k", "top_p", "min_p"} & chosen.keys()
+        values = {name: chosen[name] for name in names if name != "top_k" or chosen[name] != 0}
+        sampling = Sampling(**values)
+    until = tuple(end for end in chosen["until"] if end)
+    return _Setting(until, chosen["max_gen_toks"], sampling)
+
+
+class _Bar(tqdm):
+    """A progress bar that is told how much is done and how much there is."""
+
+    def __init__(self, name: str, disable: bool) -> None:
+        super().__init__(desc=name, disable=disable)
+
+    def show(self, done: int, total: int) -> None:
+        self.total = total
+        self.update(done - self.n)
