@@ -7,6 +7,9 @@ ratio to plain decoding is compared with the prediction. Ends with status 1 if o
 than 10 %.
 
     python -m benchmarks.planner --json benchmarks/results/planner.json [--model DIR] [--draft DIR]
+
+With `--widen` the models are widened to a billion parameters (`benchmarks.widen`), so that passes
+cost what they cost there and not what starting them does.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from jax import lax
 
 import specjax
 from benchmarks.common import parser, table, text_prompts, write
+from benchmarks.widen import DRAFT, LARGE, widen
 from specjax import planning
 from specjax.decoding import start
 from specjax.rounds import step
@@ -41,6 +45,8 @@ LENGTHS = {  # of each kind: the first is measured, the others are predicted
 def main() -> int:
     options = _options()
     params = specjax.load(options.model)
+    if options.widen:
+        params = widen(params, **LARGE)
     tokenizer = specjax.load_tokenizer(options.model)
     texts = text_prompts(options.data, "arithmetic", options.batch)
     prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
@@ -60,7 +66,7 @@ def main() -> int:
     measured = _measure(params, prompts, drafters, options)
     rows = [
         {
-            "model": Path(options.model).name,
+            "model": Path(options.model).name + (", widened" if options.widen else ""),
             "batch": options.batch,
             "drafter": name,
             "predicted": value,
@@ -79,6 +85,7 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny-16bit", help="a 16-bit model")
     add("--draft", help="a small model for the last level; half the layers if left out")
+    add("--widen", action="store_true", help="models of a billion parameters")
     add("--batch", type=int, default=1)
     add("--max-prompt", type=int, default=96)
     add("--max-new-tokens", type=int, default=192)
@@ -100,7 +107,10 @@ def _drafter(
         return outer
     if options.draft is None:
         return specjax.MultiLevel(outer, half)
-    small = specjax.quantize(specjax.load(options.draft), "mxfp4", lm_head=True)
+    small = specjax.load(options.draft)
+    if options.widen:
+        small = widen(small, **DRAFT | {"vocab_size": LARGE["vocab_size"]})
+    small = specjax.quantize(small, "mxfp4", lm_head=True)
     return specjax.MultiLevel(outer, specjax.DraftModel(small, lengths[1]))
 
 
