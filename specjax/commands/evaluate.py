@@ -1,8 +1,10 @@
-"""`specjax evaluate`: perplexity, and how alike two activation precisions are."""
+"""`specjax evaluate`: task sets, perplexity, and how much of it low precision costs."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,66 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
+from specjax.commands.drafters import add_drafter, make_drafter
 from specjax.commands.files import check_picture, pyplot, read_prompts, write_json
-from specjax.commands.options import add_cache_bits, add_model
-from specjax.evaluation import Fidelity, fidelity, perplexity
+from specjax.commands.options import add_cache_bits, add_model, add_quantize, load_target
+from specjax.evaluation import TASKS, Fidelity, Progress, evaluate, fidelity, perplexity
+from specjax.evaluation.table import Row, fidelity_rows, format_table
 
 
 def add(commands: Any) -> None:
-    """Adds the command and its two kinds of evaluation to a parser's commands."""
-    parser = commands.add_parser("evaluate", help="perplexity, fidelity of low precision")
-    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    """Adds the command and its kinds of evaluation to a parser's commands."""
+    parser = commands.add_parser("evaluate", help="task sets, perplexity, low precision")
+    kinds = parser.add_subparsers(required=True, metavar="TASK")
+    for name in TASKS:
+        _add_tasks(kinds.add_parser(name, help="a task; others may follow"), name)
     _add_perplexity(kinds.add_parser("perplexity", help="of a text, in sliding windows"))
     _add_fidelity(
         kinds.add_parser("fidelity", help="top-1 probabilities under two activation precisions")
     )
+    _add_table(kinds.add_parser("table", help="W16A16, W4A16, QSpec, W4A8 and W4A4 on tasks"))
+
+
+def _add_tasks(parser: argparse.ArgumentParser, first: str) -> None:
+    add = parser.add_argument
+    add("others", nargs="*", metavar="TASK", help=", ".join(TASKS))
+    add_model(parser)
+    _add_task_options(parser)
+    add_quantize(parser)
+    add_drafter(parser)
+    add_cache_bits(parser)
+    add("--out", type=Path, help="a file of results, which a run that was killed goes on from")
+    parser.set_defaults(run=_tasks, first=first)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("tasks", nargs="+", metavar="TASK", help=", ".join(TASKS))
+    help_ = "models and their names in the table; a 16-bit one is W16A16"
+    add("--models", nargs="+", type=_named, required=True, metavar="NAME=MODEL", help=help_)
+    _add_task_options(parser)
+    add("--draft-length", type=int, default=3, help="QSpec's tokens per draft")
+    add("--activation", choices=("a8", "a4"), default="a4", help="QSpec's draft activations")
+    add_cache_bits(parser)
+    add("--out", type=Path, help="a folder of results, which a run that was killed goes on from")
+    parser.set_defaults(run=_table)
+
+
+def _add_task_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="the folder of the tasks' files")
+    add("--batch", type=int, default=8, help="prompts at a time")
+    add("--limit", type=int, help="only the first items of each task")
+    add("--shots", type=int, help="worked examples before each question")
+    add("--max-new-tokens", type=int, help="per answer; the task's own number if left out")
+    add("--json", type=Path, help="write the numbers to this file")
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, model = text.partition("=")
+    if not name or not model or "/" in name:
+        raise argparse.ArgumentTypeError(f"must be NAME=MODEL, got {text!r}")
+    return name, model
 
 
 def _add_common(parser: argparse.ArgumentParser, activation: str) -> None:
@@ -91,6 +140,86 @@ def _fidelity(options: argparse.Namespace) -> None:
     _report(result.summary(), options.json)
     if options.picture is not None:
         _draw(result, options.activation, options.picture)
+
+
+def _tasks(options: argparse.Namespace) -> None:
+    params, original = load_target(options)
+    with _bar() as progress:
+        results = evaluate(
+            params, specjax.load_tokenizer(options.model), [options.first, *options.others],
+            options.data, drafter=make_drafter(options, params, original),
+            cache_bits=options.cache_bits, out=options.out, progress=progress,
+            **_task_options(options),
+        )  # fmt: skip
+    for each in results:
+        numbers = (_number(name, value) for name, value in each.summary().items())
+        print(f"{each.task}: {', '.join(numbers)}")
+        if each.refused:
+            print(f"  refused: {next(filter(None, (r.get('error') for r in each.records)))}")
+    write_json(options.json, {each.task: each.summary() for each in results})
+
+
+def _table(options: argparse.Namespace) -> None:
+    names = [name for name, _ in options.models]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--models must have different names, got {', '.join(names)}")
+    rows = [row for name, model in options.models for row in _table_rows(options, name, model)]
+    print(format_table(rows))
+    write_json(options.json, [_row_numbers(row) for row in rows])
+
+
+def _table_rows(options: argparse.Namespace, name: str, model: str) -> list[Row]:
+    with _bar() as show:
+
+        def progress(method: str, state: Progress) -> None:
+            show(state._replace(task=f"{name} {method} {state.task}"))
+
+        rows = fidelity_rows(
+            name, specjax.load(model), specjax.load_tokenizer(model), options.tasks, options.data,
+            drafter=specjax.QSpec(options.draft_length, options.activation),
+            cache_bits=options.cache_bits, out=options.out, progress=progress,
+            **_task_options(options),
+        )  # fmt: skip
+        return list(rows)
+
+
+def _row_numbers(row: Row) -> dict[str, Any]:
+    numbers = {each.task: each.summary() for each in row.results}
+    differing = {"answers": len(row.compared), "differing": row.compared.count(False)}
+    return {"model": row.scheme, "method": row.method, **differing, **numbers}
+
+
+def _task_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "rows": options.batch, "limit": options.limit, "shots": options.shots,
+        "max_new_tokens": options.max_new_tokens,
+    }  # fmt: skip
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """What shows how far each task is: items, time left, tokens per second, acceptance."""
+    with tqdm(unit="item", leave=False) as bar:
+
+        def show(state: Progress) -> None:
+            if bar.desc != f"{state.task}: ":
+                bar.reset(state.total)
+                bar.initial = state.done - 1
+                bar.set_description(state.task, refresh=False)
+                bar.set_postfix_str("", refresh=False)
+            if state.generated:
+                rate = f"{state.generated / state.seconds:.1f} tokens/s"
+                accepted = (
+                    f", {state.accepted / state.drafted:.0%} accepted" if state.drafted else ""
+                )
+                bar.set_postfix_str(rate + accepted, refresh=False)
+            bar.update(state.done - bar.n)
+
+        yield show
+
+
+def _number(name: str, value: float) -> str:
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _report(numbers: dict[str, float], target: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from specjax import checkpoint
 from specjax.config import ModelConfig
+from specjax.evaluation.json_lines import is_json_lines, read_lines, read_text
 from specjax.planning.memory import FORMATS
 
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the first there is
@@ -16,26 +17,9 @@ PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one per line: text, or JSON with one of PROMPT_FIELDS."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    texts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} of {path} is no valid JSON: {error}") from error
-        names = [
-            name
-            for name in PROMPT_FIELDS
-            if isinstance(fields, dict) and isinstance(fields.get(name), str)
-        ]
-        if not names:
-            raise ValueError(
-                f"line {number} of {path} has no text in any of {', '.join(PROMPT_FIELDS)}"
-            )
-        texts.append(fields[names[0]])
-    return texts
+    if is_json_lines(path):
+        return [line.text(*PROMPT_FIELDS) for line in read_lines(path)]
+    return [line for line in read_text(path).splitlines() if line.strip()]
 
 
 def read_config(source: str) -> tuple[ModelConfig, str]:

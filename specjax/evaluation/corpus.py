@@ -6,17 +6,14 @@ kept. Scores are kept on disk as they come; a run that is killed goes on where i
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 
 from specjax.datastore import Datastore
+from specjax.evaluation.digest import digest
+from specjax.evaluation.json_lines import is_json_lines, read_lines, read_text
 from specjax.evaluation.scoring import score
 from specjax.params import Params
 from specjax.text import Tokenizer
@@ -69,7 +66,7 @@ def build_datastore(
     sequences = _tokenize(tokenizer, Path(corpus), length)
     if refine and keep is not None and keep < len(sequences):
         path = Path(out).resolve()
-        scores = path.parent / f".{path.name}.scores-{_digest(params, sequences)}"
+        scores = path.parent / f".{path.name}.scores-{digest(params, sequences)}"
         nats = score_sequences(params, sequences, scores, rows, progress)
         best = np.sort(np.argsort(nats, kind="stable")[:keep])
         store = Datastore.create([sequences[index] for index in best], params.config.vocab_size)
@@ -127,40 +124,7 @@ def _tokenize(tokenizer: Tokenizer, corpus: Path, length: int) -> list[np.ndarra
 
 
 def _texts(corpus: Path) -> Iterator[str]:
-    data = corpus.read_bytes()
-    if corpus.suffix == ".gz":
-        data = gzip.decompress(data)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{corpus} is no text in UTF-8: {error}") from None
-    if "\0" in text:
-        raise ValueError(f"{corpus} is no text: it holds zero bytes")
-    if ".jsonl" not in corpus.suffixes:
-        yield from (part for part in text.split("\n\n") if part.strip())
-        return
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            yield _field(corpus, number, line)
-
-
-def _field(corpus: Path, number: int, line: str) -> str:
-    """The text of a JSON line."""
-    try:
-        fields: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"line {number} of {corpus} is no valid JSON: {error}") from None
-    for name in TEXT_FIELDS:
-        if isinstance(fields, dict) and isinstance(fields.get(name), str):
-            return fields[name]
-    raise ValueError(f"line {number} of {corpus} has no text in any of {', '.join(TEXT_FIELDS)}")
-
-
-def _digest(params: Params, sequences: Sequence[np.ndarray]) -> str:
-    """Names what decides the scores: the model and the sequences."""
-    digest = hashlib.sha256(repr(params.config).encode())
-    for leaf in jax.tree.leaves(params):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    for sequence in sequences:
-        digest.update(sequence.tobytes() + b"|")
-    return digest.hexdigest()[:12]
+    if is_json_lines(corpus):
+        yield from (line.text(*TEXT_FIELDS) for line in read_lines(corpus))
+    else:
+        yield from (part for part in read_text(corpus).split("\n\n") if part.strip())

@@ -1,0 +1,137 @@
+"""Results that outlive the process: a file that a killed run is taken up from.
+
+The first line holds what decides the results, every other one the record of an item, written and
+synchronized to disk as soon as it is known. A run that is killed leaves whole lines and at most one
+torn one, which the next run drops. A run that ends puts the lines into the order of the items, in
+one step: then the file is byte for byte that of a run that was never killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+_HEAD = "specjax_results"
+
+
+class Results:
+    """The records of a run, in memory and, with a path, in a file.
+
+    records: by task and id.
+
+    Args:
+      path: the file; None: memory alone.
+      settings: what decides the results, as JSON can hold it.
+
+    Raises:
+      ValueError: another process writes to the file, or it is something else than results, or those
+        of other settings.
+    """
+
+    def __init__(self, path: Path | None, settings: Record) -> None:
+        self.records: dict[tuple[str, str], Record] = {}
+        self._path = path
+        self._head = {_HEAD: 1, **settings}
+        self._descriptor: int | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _locked(path)
+            try:
+                self._take_up(path)
+            except BaseException:
+                self.close()
+                raise
+
+    def add(self, record: Record) -> None:
+        """Keeps the record of an item, which has its `task` and `id`."""
+        self.records[record["task"], record["id"]] = record
+        self._write(record)
+
+    def finish(self, order: Iterable[tuple[str, str]]) -> None:
+        """Writes the file anew, the records of a finished run in this order."""
+        if self._path is None:
+            return
+        temporary = self._path.with_name(f".{self._path.name}.sorted")
+        with temporary.open("wb") as file:
+            file.write(_line(self._head))
+            file.writelines(_line(self.records[key]) for key in order)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._path)
+
+    def close(self) -> None:
+        """Lets another process write to the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_up(self, path: Path) -> None:
+        """Reads what an earlier run left, and cuts off a torn last line."""
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole and not _line(self._head).startswith(data):
+            raise ValueError(f"{path} holds no results of specjax evaluate: give another file")
+        for number, line in enumerate(whole.splitlines(), start=1):
+            record = _parsed(path, number, line)
+            if number == 1:
+                self._check_head(path, record)
+            else:
+                self.records[record["task"], record["id"]] = record
+        os.truncate(path, len(whole))
+        if not whole:
+            self._write(self._head)
+
+    def _check_head(self, path: Path, head: Record) -> None:
+        other = [name for name in {**self._head, **head} if head.get(name) != self._head.get(name)]
+        if other:
+            name = other[0]
+            raise ValueError(
+                f"{path} holds results of another run, with {name} {json.dumps(head.get(name))}; "
+                f"this one has {json.dumps(self._head.get(name))}: give another file, or remove it"
+            )
+
+    def _write(self, record: Record) -> None:
+        if self._descriptor is not None:
+            line = _line(record)
+            while line:  # a write may take a part only
+                line = line[os.write(self._descriptor, line) :]
+            os.fsync(self._descriptor)
+
+
+def _locked(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"another process writes to {path}: give another file") from None
+    return descriptor
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Record:
+    """The head, or the record of an item."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    needed = (_HEAD,) if number == 1 else ("task", "id")
+    if not isinstance(record, dict) or not all(name in record for name in needed):
+        raise ValueError(
+            f"line {number} of {path} is no result of specjax evaluate: give another file"
+        )
+    return record
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record).encode() + b"\n"

@@ -1,0 +1,124 @@
+"""QSpec's table 3: what quantized weights and activations cost on whole tasks, and that QSpec adds
+nothing to it.
+
+Of a quantized model: plain decoding with 16-bit activations (W4A16), QSpec, and plain decoding with
+low-precision activations (W4A8, W4A4). Of the 16-bit model: plain decoding (W16A16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.formats import Quantized
+from specjax.drafting import Autoregressive, QSpec
+from specjax.evaluation.evaluate import Progress, TaskResult, evaluate
+from specjax.evaluation.tasks import TASKS, WrittenTask
+from specjax.params import Params
+from specjax.text import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    scheme: the model's name.
+    method: "W16A16", "W4A16", "QSpec", "W4A8" or "W4A4".
+    results: one per task, in the order of the tasks.
+    plain: those of plain decoding with the same weights and 16-bit activations.
+    """
+
+    scheme: str
+    method: str
+    results: tuple[TaskResult, ...]
+    plain: tuple[TaskResult, ...]
+
+    @property
+    def compared(self) -> list[bool]:
+        """For every written answer, whether it is token for token that of plain decoding."""
+        return [
+            mine["tokens"] == other["tokens"]
+            for result, reference in zip(self.results, self.plain, strict=True)
+            for mine, other in zip(result.records, reference.records, strict=True)
+            if "tokens" in mine and "tokens" in other
+        ]
+
+
+def fidelity_rows(
+    scheme: str,
+    params: Params,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    data: str | Path,
+    *,
+    drafter: QSpec | None = None,
+    out: str | Path | None = None,
+    progress: Callable[[str, Progress], None] | None = None,
+    **options: Any,
+) -> Iterator[Row]:
+    """The lines of one model: the four methods of a quantized one, or W16A16 alone.
+
+    A likelihood is read by the target, without drafts: QSpec's is W4A16's, and is not read again.
+
+    Args:
+      scheme: the model's name in the table.
+      params: the model.
+      tokenizer: its tokenizer.
+      tasks: names of tasks.
+      data: the folder of their files.
+      drafter: of the line QSpec; default QSpec(activation="a4"), the paper's.
+      out: a folder for the files of results, one per line of the table.
+      progress: called with the method after every item.
+      options: the others of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits.
+
+    Yields:
+      A line as soon as it is measured.
+
+    Raises:
+      ValueError: as `evaluate` does.
+    """
+
+    def run(method: str, names: Sequence[str], **how: Any) -> tuple[TaskResult, ...]:
+        report = None if progress is None else lambda state: progress(method, state)
+        file = None if out is None else Path(out) / f"{scheme}-{method}.jsonl"
+        return tuple(
+            evaluate(params, tokenizer, names, data, out=file, progress=report, **how, **options)
+        )
+
+    if not any(isinstance(linear.weight, Quantized) for linear in params.linears()):
+        plain = run("W16A16", tasks, drafter=Autoregressive())
+        yield Row(scheme, "W16A16", plain, plain)
+        return
+    plain = run("W4A16", tasks, drafter=Autoregressive())
+    yield Row(scheme, "W4A16", plain, plain)
+    written = [name for name in tasks if isinstance(TASKS[name], WrittenTask)]
+    drafted = run("QSpec", written, drafter=drafter or QSpec(activation="a4")) if written else ()
+    by_name = {each.task: each for each in (*plain, *drafted)}
+    yield Row(scheme, "QSpec", tuple(by_name.values()), plain)
+    for method, activation in (("W4A8", "a8"), ("W4A4", "a4")):
+        yield Row(scheme, method, run(method, tasks, activation=activation), plain)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The lines in Markdown: every task's first metric, and how far it is from W4A16's."""
+    tasks = [result.task for result in rows[0].results]
+    lines: list[list[str]] = [["model", "method", *tasks, "answers that differ"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        cells = map(_cell, row.results, row.plain)
+        same = row.compared
+        differing = "" if row.results is row.plain else f"{same.count(False)} of {len(same)}"
+        lines.append([row.scheme, row.method, *cells, differing])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(result: TaskResult, reference: TaskResult) -> str:
+    """A share in percent or a perplexity, and its relative distance from the reference."""
+    if not result.metrics:
+        return "–"
+    (name, value), *_ = result.metrics.items()
+    text = f"{value:.3f}" if name == "perplexity" else f"{value:.1%}"
+    other = reference.metrics.get(name)
+    return text if not other or other == value else f"{text} ({value / other - 1:+.1%})"

@@ -1,0 +1,33 @@
+"""PIQA (Bisk et al. 2020) and WinoGrande (Sakaguchi et al. 2020), by the options' likelihood."""
+
+from __future__ import annotations
+
+from specjax.evaluation.json_lines import Line
+from specjax.evaluation.tasks.base import Choice, ChoiceTask
+
+
+def _piqa(line: Line) -> Choice:
+    context = f"Question: {line.text('goal')}\nAnswer:"
+    options = tuple((context, " " + line.text(name)) for name in ("sol1", "sol2"))
+    return _choice(line, options, "label")
+
+
+def _winogrande(line: Line) -> Choice:
+    """The beginnings differ and the end is the same: how likely it is after each (partial scoring,
+    Trinh and Le 2018)."""
+    end = " " + line.text("continuation")
+    options = tuple((str(context), end) for context in line.get("context_options", list))
+    return _choice(line, options, "gold")
+
+
+def _choice(line: Line, options: tuple[tuple[str, str], ...], name: str) -> Choice:
+    gold = line.get(name, int)
+    if not 0 <= gold < len(options):
+        raise ValueError(
+            f"line {line.number} of {line.path} has {name}={gold}, and {len(options)} options"
+        )
+    return Choice(str(line.number), options, gold)
+
+
+PIQA = ChoiceTask("piqa", "prompts/piqa.jsonl", _piqa)
+WINOGRANDE = ChoiceTask("winogrande", "prompts/winogrande.jsonl", _winogrande)
