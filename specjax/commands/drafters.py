@@ -100,6 +100,8 @@ def _draft_model(
         )
     first, *others = _drafts(options, original, _lengths(options, _models_below(options), 5))
     if options.share_cache:
+        if not isinstance(first, specjax.DraftModel):
+            raise ValueError("--share-cache goes with a draft made of the target's own weights")
         first = dataclasses.replace(first, share_cache=True)
     return _nested([first, *others], options.confidence)
 
@@ -119,11 +121,13 @@ def _layer_skip(
 
 
 def _prompt_lookup(options: argparse.Namespace, *_: object) -> specjax.Drafter:
-    return specjax.PromptLookup(*_lengths(options, 1, specjax.PromptLookup().draft_length))
+    (length,) = _lengths(options, 1, specjax.PromptLookup().draft_length)
+    return specjax.PromptLookup(length)
 
 
 def _ngram(options: argparse.Namespace, *_: object) -> specjax.Drafter:
-    return specjax.NGram(*_lengths(options, 1, specjax.NGram().draft_length))
+    (length,) = _lengths(options, 1, specjax.NGram().draft_length)
+    return specjax.NGram(length)
 
 
 def _lookahead(*_: object) -> specjax.Drafter:
@@ -216,7 +220,7 @@ def _nested(levels: Sequence[specjax.Drafter], confidence: float | None) -> spec
     """Each level drafted for by the next; `confidence` is the last one's."""
     *outer, last = levels
     if confidence is not None:
-        if not hasattr(last, "confidence"):
+        if not isinstance(last, specjax.DraftModel | specjax.TranslatedDraft | specjax.LayerSkip):
             raise ValueError(
                 f"--confidence goes with a model as last drafter, got {type(last).__name__}"
             )
