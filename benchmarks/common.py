@@ -79,17 +79,19 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
 
 
 def text_prompts(data: Path, kind: str, count: int) -> list[str]:
-    """`count` real prompts of a kind: "arithmetic", "python" or "prose"."""
+    """`count` real prompts of a kind: "arithmetic", "python", "chat" or "prose"."""
     if kind == "arithmetic":
         items = _jsonl(data / "prompts" / "gsm8k_test.jsonl", count)
         return [f"Question: {item['question']}\nAnswer:" for item in items]
     if kind == "python":
         return [item["prompt"] for item in _jsonl(data / "prompts" / "humaneval.jsonl", count)]
+    if kind == "chat":
+        return [item["turns"][0] for item in _jsonl(data / "prompts" / "mt_bench.jsonl", count)]
     if kind == "prose":
         text = (data / "texts" / "wikitext2_valid.txt").read_text()
         paragraphs = [p.strip() for p in text.split("\n") if len(p) > 400]
         return [" ".join(p.split()[:30]) for p in paragraphs[:count]]
-    raise ValueError(f"kind must be arithmetic, python or prose, got {kind!r}")
+    raise ValueError(f"kind must be arithmetic, python, chat or prose, got {kind!r}")
 
 
 def _jsonl(path: Path, count: int) -> list[dict[str, Any]]:

@@ -104,6 +104,67 @@ def _length_picture(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
+def _compression(rows: Rows) -> str:
+    """Tables by part; the tokens by step, and the acceptance by source, as pictures."""
+
+    def part(name: str) -> Rows:
+        hidden = ("part", "by_step")
+        chosen = [row for row in rows if row["part"] == name]
+        return [{key: row[key] for key in row if key not in hidden} for row in chosen]
+
+    compared = sum(row.get("compared", 0) for row in rows)
+    differing = sum(row.get("differing", 0) for row in rows)
+    _step_picture([row for row in rows if "by_step" in row], DOCS / "tokens-by-step.png")
+    _source_picture(part("sources"), DOCS / "acceptance-by-source.png")
+    return "\n\n".join(
+        (
+            "Tokens per verification; *drafted*: tokens proposed per verification. "
+            f"{compared} greedy outputs compared with plain decoding's, **{differing} differ**.",
+            f"### Greedy\n\n![tokens by step](tokens-by-step.png)\n\n{_plain(part('greedy'))}",
+            "### Sampled, temperature 1\n\n*error*: standard error of the mean, from seed to seed."
+            f"\n\n{_plain(part('sampled'))}",
+            "### Below a draft model\n\n*draft_passes*: passes of the drafting model per token."
+            f"\n\n{_plain(part('levels'))}",
+            "### By source\n\n![acceptance by source](acceptance-by-source.png)\n\nPer round of "
+            f"SPECTRA; what a source guesses counts whether or not the budget had room for it.\n\n"
+            f"{_plain(part('sources'))}",
+            f"### Choices\n\n{_plain(part('choices'))}",
+        )
+    )
+
+
+def _step_picture(rows: Rows, path: Path) -> None:
+    """Tokens of all prompts together against verifications; the ablations are left out."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    for row in rows:
+        if "," not in row["drafter"]:
+            axes.plot(row["by_step"], label=row["drafter"])
+    axes.set(xlabel="verifications", ylabel="tokens, all prompts")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _source_picture(rows: Rows, path: Path) -> None:
+    """The share of guessed tokens that came, by source and decoding."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.5, 3.0), layout="constrained")
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    for number, decoding in enumerate(("greedy", "sampled")):
+        chosen = [row for row in rows if row["decoding"] == decoding]
+        places = [sources.index(row["source"]) + 0.4 * number for row in chosen]
+        axes.bar(places, [row["acceptance_rate"] for row in chosen], width=0.4, label=decoding)
+    axes.set_xticks([place + 0.2 for place in range(len(sources))], sources)
+    axes.set(ylabel="guessed tokens accepted")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def _largest_batch(rows: Rows) -> Rows:
     """The rows of the largest batch, by draft length."""
     largest = max(row["batch"] for row in rows)
@@ -197,6 +258,8 @@ SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
     ("Memory, and time against the cache's capacity", "footprint", _plain),
     ("Speed beside plain decoding", "speed", _plain),
     ("Drafts from models, a billion parameters", "drafters", _drafters),
+    ("Drafts without a model", "compression", _compression),
+    ("What drafts without a model cost", "drafter_cost", _plain),
     ("Sampled texts against their exact distribution", "chi_square", _plain),
     ("Matrix products", "kernels", _kernels),
     ("A decode step of a billion parameters", "decode_step", _plain),

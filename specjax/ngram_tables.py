@@ -52,21 +52,22 @@ class NGramTable:
         return jax.vmap(_insert)(self, ngrams, valid)
 
     def continuations(
-        self, tokens: jax.Array, most: int, *, parts: bool = True
+        self, tokens: jax.Array, most: int, *, inside: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """What followed a token: the forward dictionary.
-
-        Of n-grams that hold the token twice the longer continuation comes first.
 
         Args:
           tokens: int32[B].
           most: how many continuations to return, C.
-          parts: whether the token may stand anywhere in an n-gram; False: at its beginning.
+          inside: of n-grams that hold the token between their first and their last one, instead of
+            those that begin with it; where one holds it twice, the longer continuation comes first.
 
         Returns:
           int32[B, C, N - 1], the newest first, and how many tokens of each, int32[B, C]; 0: none.
         """
-        return jax.vmap(partial(_continuations, most=most, parts=parts))(self, tokens)
+        n = self.ngrams.shape[1]
+        places = range(1, n - 1) if inside else range(1)
+        return jax.vmap(partial(_continuations, most=most, places=places))(self, tokens)
 
     def next_token(self, context: jax.Array, *, parts: bool = True) -> tuple[jax.Array, jax.Array]:
         """What followed the longest end of a context: the backward dictionary, with back-off.
@@ -83,7 +84,7 @@ class NGramTable:
         return jax.vmap(partial(_next_token, parts=parts))(self, context)
 
     def keys(self, vocab_size: int, *, parts: bool = True) -> jax.Array:
-        """The tokens that `continuations` would find. -> bool[B, V]."""
+        """The tokens that something follows; without parts: that begin an n-gram. -> bool[B, V]."""
         held = self.ngrams[:, : -1 if parts else 1].reshape(self.stamps.shape[0], -1)
         held = jnp.where(held < 0, vocab_size, held)
         known = jnp.zeros((held.shape[0], vocab_size), bool)
@@ -142,16 +143,15 @@ def _insert(table: NGramTable, ngrams: jax.Array, valid: jax.Array) -> NGramTabl
 
 
 def _continuations(
-    table: NGramTable, token: jax.Array, most: int, parts: bool
+    table: NGramTable, token: jax.Array, most: int, places: range
 ) -> tuple[jax.Array, jax.Array]:
-    """`NGramTable.continuations` for one row."""
+    """`NGramTable.continuations` for one row, of a token at these places."""
     held = table.ngrams
     n, capacity = held.shape
-    places = n - 1 if parts else 1
-    found = held[:places] == token
+    found = held[places.start : places.stop] == token
     age = jnp.where(found, _age(table.stamps, table.clock), -jnp.inf).reshape(-1)
     chosen = _newest(age, most)
-    place, entry = chosen // capacity, chosen % capacity
+    place, entry = places.start + chosen // capacity, chosen % capacity
     follow = place[:, None] + 1 + jnp.arange(n - 1)
     tokens = held[jnp.minimum(follow, n - 1), entry[:, None]]
     return tokens, jnp.where(jnp.isfinite(age[chosen]), n - 1 - place, 0)

@@ -30,11 +30,11 @@ class NGrams:
         for end in range(max(first, 1), len(text)):
             self.insert([tuple(padded[end : end + self.n])])
 
-    def forward(self) -> dict[int, list[NGram]]:
-        """token -> what followed it, the newest first."""
+    def forward(self, inside: bool) -> dict[int, list[NGram]]:
+        """token -> what followed it at the beginning of n-grams, or behind; the newest first."""
         found = defaultdict(list)
         for ngram in reversed(self.held):
-            for place in range(self.n - 1 if self.parts else 1):
+            for place in range(1, self.n - 1) if inside else range(1):
                 if ngram[place] >= 0:
                     found[ngram[place]].append(ngram[place + 1 :])
         return found
@@ -97,17 +97,17 @@ def most_frequent(text: list[int], draft_length: int, n: int) -> list[int]:
 class Window:
     """Lookahead and SPECTRA-CORE for one row: what is proposed, and what is learnt from a pass.
 
-    Options are the drafter's fields; Lookahead is SPECTRA without parts, backward and refine, which
-    looks at as many n-grams as it has guesses.
+    Options are the drafter's fields; backward: the most tokens of that guess. Lookahead is SPECTRA
+    without parts, backward and refine, which looks at as many n-grams as it has guesses.
     """
 
     def __init__(
         self, window: list[int], ngram: int, guesses: int, capacity: int, *, matches: int,
-        refine: float, text: bool, forward: bool, backward: bool, parts: bool,
+        refine: float, text: bool, forward: bool, backward: int, parts: bool,
     ) -> None:  # fmt: skip
         self.ngram, self.matches, self.refine = ngram, matches, refine
         self.forward, self.backward, self.text = forward, backward, text
-        self.budget = guesses * (ngram - 1)
+        self.guesses, self.budget = guesses, guesses * (ngram - 1)
         columns = len(window) // (ngram - 1)
         self.columns = [window[column::columns] for column in range(columns)]
         self.ngrams = NGrams(ngram, capacity, parts)
@@ -132,7 +132,9 @@ class Window:
     def observe(self, logits: list[list[float]], draws: list[float]) -> None:
         """logits: after the last token and after each node; draws: one per column."""
         count, depth = len(self.columns), self.ngram - 1
-        begun = self.ngrams.forward()
+        begun = set(self.ngrams.forward(inside=False))
+        if self.ngrams.parts:
+            begun |= set(self.ngrams.forward(inside=True))
         for index, column in enumerate(self.columns):
             own = logits[(depth - 1) * count + index]
             allowed = [t for t in range(len(own)) if t not in begun]
@@ -159,12 +161,14 @@ class Window:
         guesses: list[NGram] = []
         if self.backward:
             guess: list[int] = []
-            while len(guess) < self.ngram - 1:
+            while len(guess) < self.backward:
                 token = self.ngrams.next_token(text + guess)
                 if token is None:
                     break
                 guess.append(token)
             guesses.append(tuple(guess))
         if self.forward:
-            guesses += self.ngrams.forward()[text[-1]][: self.matches]
+            guesses += self.ngrams.forward(inside=False)[text[-1]][: self.matches]
+        if self.forward and self.ngrams.parts:
+            guesses += self.ngrams.forward(inside=True)[text[-1]][: self.guesses]
         return guesses

@@ -105,6 +105,7 @@ def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path
         "lookahead",
         "spectra",
         "retrieval --datastore " + store,
+        "spectra --datastore " + store,
     ):
         assert main([*command, *options.split()]) == 0
         texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0])

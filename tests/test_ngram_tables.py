@@ -20,9 +20,10 @@ VOCAB, ROWS, BATCH, MOST = 5, 2, 4, 9
 @partial(jax.jit, static_argnames="parts")
 def _insert_and_look_up(table, ngrams, valid, tokens, context, parts):
     table = table.insert(ngrams, valid)
+    places = (False, True) if ngrams.shape[2] > 2 else (False,)
     return (
         table,
-        table.continuations(tokens, MOST, parts=parts),
+        [table.continuations(tokens, MOST, inside=inside) for inside in places],
         table.next_token(context, parts=parts),
         table.keys(VOCAB, parts=parts),
     )
@@ -44,19 +45,23 @@ def test_a_table_is_a_dictionary(n: int, capacity: int, parts: bool, seed: int, 
         tokens = rng.integers(0, VOCAB, ROWS)
         context = rng.integers(0, VOCAB, (ROWS, n - 1))
         context[rng.random(ROWS) < 0.2, : rng.integers(n - 1, endpoint=True)] = -1
-        table, (found, lengths), (following, known), keys = _insert_and_look_up(
+        table, continuations, (following, known), keys = _insert_and_look_up(
             table, jnp.asarray(ngrams), valid, tokens, context, parts
         )
         for row, model in enumerate(models):
             model.insert([tuple(x) for x in ngrams[row][valid[row]].tolist()])
-            expected = model.forward()[int(tokens[row])][:MOST]
-            candidates = zip(found[row].tolist(), lengths[row].tolist(), strict=True)
-            ours = [tuple(x[:length]) for x, length in candidates]
-            assert [x for x in ours if x] == expected
-            assert not any(ours[len(expected) :])
+            for inside, (found, lengths) in enumerate(continuations):
+                expected = model.forward(bool(inside))[int(tokens[row])][:MOST]
+                candidates = zip(found[row].tolist(), lengths[row].tolist(), strict=True)
+                ours = [tuple(x[:length]) for x, length in candidates]
+                assert [x for x in ours if x] == expected
+                assert not any(ours[len(expected) :])
             token = model.next_token([x for x in context[row].tolist() if x >= 0])
             assert (int(following[row]) if known[row] else None) == token
-            assert set(np.flatnonzero(keys[row])) == {k for k, v in model.forward().items() if v}
+            begun = set(model.forward(inside=False))
+            if parts:
+                begun |= set(model.forward(inside=True))
+            assert set(np.flatnonzero(keys[row])) == begun
 
 
 @settings(max_examples=20, deadline=None)

@@ -19,13 +19,27 @@ from scipy import stats
 
 import specjax
 from checkpoints_tools.quantize import quantize
-from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel, Sampling
+from specjax import (
+    Adaptive,
+    Combined,
+    DraftModel,
+    Heuristic,
+    LayerSkip,
+    Lookahead,
+    MultiLevel,
+    NGram,
+    PromptLookup,
+    Retrieval,
+    Sampling,
+    Spectra,
+)
+from specjax.datastore import Datastore
 from specjax.kv_cache import KVCache
 from specjax.transformer import forward
 from tests.random_models import random_model
 
 VOCABULARY, NEW, ROWS = 5, 3, 3000
-PROMPT = [1, 2, 3]
+PROMPT = [1, 2, 3, 1, 2]  # so that drafts from the text begin at once
 CONFIG = specjax.ModelConfig(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2,
     num_kv_heads=1, head_dim=8, max_position_embeddings=64, dtype="float32",
@@ -34,6 +48,7 @@ TARGET = random_model(CONFIG)
 INT4 = quantize(TARGET, "rtn", group_size=32, lm_head=True)
 MXFP4 = quantize(TARGET, "mxfp4", lm_head=True)
 OTHER = random_model(dataclasses.replace(CONFIG, num_layers=1, hidden_size=24), seed=1)
+STORE = Datastore.create([np.tile(np.arange(VOCABULARY), 4), np.array([2, 2, 3, 0])], VOCABULARY)
 
 DRAFTERS = {
     "plain": specjax.Autoregressive(),
@@ -52,6 +67,13 @@ DRAFTERS = {
         [DraftModel(INT4, 3, schedule=Heuristic()), DraftModel(MXFP4, 2), DraftModel(OTHER, 1)]
     ),
     "QSpec": specjax.QSpec(2, "a4"),
+    "prompt lookup": PromptLookup(3),
+    "n-grams": NGram(3),
+    "lookahead": Lookahead(3, 2, 2, capacity=64),
+    "spectra and a corpus": Combined(
+        Spectra(3, 2, 1, refine=0.5, capacity=64), Retrieval(STORE, depth=2, shortest=1), extra=6
+    ),
+    "spectra below a cast": MultiLevel(DraftModel(MXFP4, 3), Spectra(3, 1, 2, capacity=64)),
 }
 EVERYTHING = Sampling(temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3)
 SETTINGS = [

@@ -37,7 +37,11 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
         "target. Given again, or with qspec or layer-skip: what drafts for that, one of these or "
         + ", ".join(MODEL_FREE),
     )
-    add("--datastore", metavar="DIR", help="of retrieval: what specjax datastore build made")
+    add(
+        "--datastore",
+        metavar="DIR",
+        help="of retrieval, and of spectra's second half: what specjax datastore build made",
+    )
     add("--draft-lm-head", action="store_true", help="cast the output head too")
     add("--share-cache", action="store_true", help="a cast drafts from the target's KV cache")
     add("--layers", type=integers, metavar="0,2,…", help="what layer-skip drafts with")
@@ -134,8 +138,9 @@ def _lookahead(*_: object) -> specjax.Drafter:
     return specjax.Lookahead()
 
 
-def _spectra(*_: object) -> specjax.Drafter:
-    return specjax.Spectra()
+def _spectra(options: argparse.Namespace, *_: object) -> specjax.Drafter:
+    core = specjax.Spectra()
+    return core if options.datastore is None else specjax.Combined(core, _retrieval(options))
 
 
 def _retrieval(options: argparse.Namespace, *_: object) -> specjax.Drafter:
@@ -255,7 +260,7 @@ DRAFTERS = {
     "prompt-lookup": Kind(_prompt_lookup, ("draft_length",)),
     "ngram": Kind(_ngram, ("draft_length",)),
     "lookahead": Kind(_lookahead, ()),
-    "spectra": Kind(_spectra, ()),
+    "spectra": Kind(_spectra, ("datastore",)),
     "retrieval": Kind(_retrieval, ("datastore",)),
 }  # fmt: skip
 _ALL_OPTIONS = tuple(dict.fromkeys(name for kind in DRAFTERS.values() for name in kind.options))

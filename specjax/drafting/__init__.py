@@ -2,6 +2,7 @@
 
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.base import Drafter
+from specjax.drafting.combined import Combined
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.layer_skip import LayerSkip
 from specjax.drafting.lookahead import Lookahead
@@ -17,6 +18,7 @@ from specjax.drafting.translated import TranslatedDraft
 __all__ = [
     "Adaptive",
     "Autoregressive",
+    "Combined",
     "DraftModel",
     "Drafter",
     "Heuristic",

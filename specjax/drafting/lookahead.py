@@ -37,4 +37,4 @@ class Lookahead(WindowDrafter):
         check_window(self)
 
     def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        return table.continuations(state.last_tokens, self.guesses, parts=False)
+        return table.continuations(state.last_tokens, self.guesses)

@@ -3,10 +3,15 @@
 Both dictionaries are one table of n-grams, read in two ways. Forward: what followed the last token,
 anywhere in an n-gram; many guesses, quickly. Backward: one guess, token by token, each by the
 longest end of the text and of the guess so far that an n-gram goes on from; few tokens, good ones.
+`Combined` fills up the rest of the budget from a corpus.
 
 Left open in the paper and settled here: the candidates are a window as Lookahead's, drawn from the
 prompt at first; the backward guess stands before the forward ones, so that the budget never cuts
-it; n-grams of the text are remembered as the window's are; and the oldest are forgotten first.
+it; of the forward ones, n-grams that begin with the last token stand before n-grams that hold it
+(the text and the window move on by a token or a few, so most of these are the beginning of one of
+those); n-grams of the text are remembered as the window's are; and the oldest are forgotten first.
+Unlike the paper's, the backward guess may go on beyond N - 1 tokens: where a text repeats itself,
+that many more come at once.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from specjax.checks import check_integer
 from specjax.drafting.window import MATCHES, WindowDrafter, WindowState, check_window
 from specjax.ngram_tables import NGramTable, last_tokens
 from specjax.sampling import greedy
@@ -27,9 +34,10 @@ from specjax.state import DecodeState, Verified
 class Spectra(WindowDrafter):
     """Guesses in both directions, and candidates that keep the dictionaries growing.
 
-    ngram: N, tokens per n-gram, at least 2; a guess has up to N - 1.
+    ngram: N, tokens per n-gram, at least 2; a forward guess has up to N - 1.
     window: W, candidates, which ride along in every pass.
     guesses: G; a round's guesses have up to G · (N - 1) tokens, what they share counted once.
+    backward_length: the most tokens of the backward guess (the paper: N - 1).
     refine: τ, how often a candidate goes on with the most probable token that begins no n-gram yet
         instead of the most probable one; 0 … 1.
     capacity: n-grams that are remembered per row, in 4 · capacity · (N + 1) bytes.
@@ -50,12 +58,15 @@ class Spectra(WindowDrafter):
     forward: bool = dataclasses.field(default=True, metadata={"static": True})
     backward: bool = dataclasses.field(default=True, metadata={"static": True})
     parts: bool = dataclasses.field(default=True, metadata={"static": True})
+    backward_length: int = dataclasses.field(default=10, metadata={"static": True})
     seed: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __post_init__(self) -> None:
         check_window(self)
         if not (isinstance(self.refine, int | float) and 0 <= self.refine <= 1):
             raise ValueError(f"refine must be in 0 … 1, got {self.refine!r}")
+        if check_integer("backward_length", self.backward_length) < 1:
+            raise ValueError(f"backward_length must be at least 1, got {self.backward_length}")
         if not (self.forward or self.backward):
             raise ValueError("forward and backward are both False: nothing is left to guess from")
 
@@ -64,21 +75,34 @@ class Spectra(WindowDrafter):
         if self.backward:
             found.append(self._backward_guess(table, state))
         if self.forward:
-            most = MATCHES * self.guesses
-            found.append(table.continuations(state.last_tokens, most, parts=self.parts))
-        sequences, lengths = zip(*found, strict=True)
-        return jnp.concatenate(sequences, axis=1), jnp.concatenate(lengths, axis=1)
+            found.append(table.continuations(state.last_tokens, MATCHES * self.guesses))
+        if self.forward and self.parts and self.ngram > 2:
+            found.append(table.continuations(state.last_tokens, self.guesses, inside=True))
+        widest = max(sequences.shape[2] for sequences, _ in found)
+        padded = [
+            jnp.pad(sequences, ((0, 0), (0, 0), (0, widest - sequences.shape[2])))
+            for sequences, _ in found
+        ]
+        lengths = [each for _, each in found]
+        return jnp.concatenate(padded, axis=1), jnp.concatenate(lengths, axis=1)
 
     def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
         likely = super().predict(draft, verified)
         if not (self.refine and self.forward):
             return likely
-        logits = verified.logits[:, self.riding + 1 - self.window : self.riding + 1]
-        known = draft.table.keys(logits.shape[-1], parts=self.parts)
-        unseen = greedy(jnp.where(known[:, None], -jnp.inf, logits))
+        known = draft.table.keys(verified.logits.shape[-1], parts=self.parts)
         refined = self.draws(draft.rounds) < self.refine
         refined &= ~jnp.all(known, axis=1, keepdims=True)
-        return jnp.where(refined, unseen, likely)
+        places = jnp.flatnonzero(refined, size=refined.size, fill_value=0)
+
+        def refine_one(i: jax.Array, tokens: jax.Array) -> jax.Array:
+            row, column = jnp.divmod(places[i], self.window)
+            logits = verified.logits[row, self.riding + 1 - self.window + column]
+            unseen = greedy(jnp.where(known[row], -jnp.inf, logits))
+            return tokens.at[row, column].set(unseen)
+
+        # One after another: they are few, and each is a pass over the vocabulary.
+        return lax.fori_loop(0, jnp.sum(refined), refine_one, likely)
 
     def draws(self, rounds: jax.Array) -> jax.Array:
         """Uniform numbers, f32[B, W], which depend on a row's own rounds alone."""
@@ -86,11 +110,11 @@ class Spectra(WindowDrafter):
         return jax.vmap(lambda key: jax.random.uniform(key, (self.window,)))(keys)
 
     def _backward_guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        """One guess, as far as n-grams go on. -> int32[B, 1, N - 1] and int32[B, 1]."""
+        """One guess, as far as n-grams go on: int32[B, 1, backward_length] and int32[B, 1]."""
         context = last_tokens(state.tokens, state.lengths, self.ngram - 1)
         going, guess = jnp.ones_like(state.finished), []
         length = jnp.zeros_like(state.lengths)
-        for _ in range(self.ngram - 1):
+        for _ in range(self.backward_length):
             token, found = table.next_token(context, parts=self.parts)
             going &= found
             length += going

@@ -113,7 +113,7 @@ class TranslatedDraft:
         schedule = None if self.schedule is None else self.schedule.init(rows, self.draft_length)
         empty = TranslatedState(
             jnp.zeros((rows, slots), jnp.int32),
-            KVCache.create(config, rows, slots, state.cache.bits),
+            KVCache.create(config, rows, slots, state.cache.bits, self.params.num_kv_heads),
             schedule,
         )
         level = self._read(empty, state, _PROMPT_CHUNK)

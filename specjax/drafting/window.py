@@ -15,6 +15,7 @@ level f // W and column f % W, is node f - 1 and entry 0 is the last token of th
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ class WindowState(NamedTuple):
     rounds: jax.Array
 
 
-class WindowDrafter:
+class WindowDrafter(ABC):
     """Base of the drafters that have a window. Their dataclasses hold these fields:
 
     ngram: N, tokens per n-gram, at least 2; a guess has N - 1.
@@ -70,7 +71,7 @@ class WindowDrafter:
         """Tokens of the window that a pass reads; the first of them is the text's last token."""
         return (self.ngram - 1) * self.window - 1
 
-    def validate(self, params: Params, positions: int) -> None:
+    def validate(self, params: Params, positions: int) -> None:  # noqa: B027 - there to be called
         """Every model can be drafted for so."""
 
     def init(self, params: Params, state: DecodeState, width: int) -> WindowState:
@@ -113,9 +114,9 @@ class WindowDrafter:
     def levels(self, draft: WindowState) -> tuple[Stats, ...]:
         return ()
 
+    @abstractmethod
     def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        """What may follow the text, the best first: int32[B, C, N - 1] and lengths, int32[B, C]."""
-        raise NotImplementedError
+        """What may follow the text, the best first: int32[B, C, L] and lengths, int32[B, C]."""
 
     def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
         """The next token of every column. -> int32[B, W]."""

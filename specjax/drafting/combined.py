@@ -1,0 +1,145 @@
+"""Two sources of guesses under one budget: all of SPECTRA is CORE, then RETRIEVAL.
+
+What comes first gets what it asks for: the model's own guesses are accepted more often than a
+corpus' (Le et al. 2025, section 4.2.2 and figure 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.checks import check_integer
+from specjax.drafting.base import Drafter
+from specjax.drafting.ngram import NGram
+from specjax.drafting.prompt_lookup import PromptLookup
+from specjax.drafting.retrieval import Retrieval
+from specjax.drafting.window import WindowDrafter
+from specjax.params import Params
+from specjax.state import DecodeState, Proposal, Stats, Verified
+
+_TEXT_ALONE = (NGram, PromptLookup, Retrieval)
+
+
+class CombinedState(NamedTuple):
+    """The two drafters' own states."""
+
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Combined:
+    """Proposes what `first` does, and what `second` does where that leaves room.
+
+    A token that both propose after the same ones is there once. The whole of SPECTRA is
+    `Combined(Spectra(), Retrieval(datastore))`.
+
+    first: a drafter without a model: Lookahead, Spectra, NGram, PromptLookup, Retrieval, Combined.
+    second: one that looks at the text alone: NGram, PromptLookup or Retrieval.
+    extra: tokens that a proposal may have beyond `first.draft_length`.
+
+    Raises ValueError where a field is something else.
+    """
+
+    first: Drafter
+    second: Drafter
+    extra: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if check_integer("extra", self.extra) < 0:
+            raise ValueError(f"extra must be at least 0, got {self.extra}")
+        kinds = (*_TEXT_ALONE, WindowDrafter, Combined)
+        _check_kind("first", self.first, kinds, "a drafter without a model")
+        _check_kind("second", self.second, _TEXT_ALONE, "NGram, PromptLookup or Retrieval")
+
+    @property
+    def draft_length(self) -> int:
+        return self.first.draft_length + self.extra
+
+    def validate(self, params: Params, positions: int) -> None:
+        self.first.validate(params, positions)
+        self.second.validate(params, positions)
+
+    def init(self, params: Params, state: DecodeState, width: int) -> CombinedState:
+        return CombinedState(
+            self.first.init(params, state, width), self.second.init(params, state, width)
+        )
+
+    def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
+        draft: CombinedState = state.draft
+        before = dataclasses.replace(state, draft=draft.first)
+        first, after_first = self.first.propose(params, before)
+        before = dataclasses.replace(state, draft=draft.second)
+        second, after_second = self.second.propose(params, before)
+        draft = CombinedState(after_first.draft, after_second.draft)
+        return merge(first, second, self.draft_length), dataclasses.replace(state, draft=draft)
+
+    def observe(self, draft: CombinedState, verified: Verified) -> CombinedState:
+        # The first one's tokens come first, where it looks for them; the second looks at none.
+        return CombinedState(
+            self.first.observe(draft.first, verified), self.second.observe(draft.second, verified)
+        )
+
+    def levels(self, draft: CombinedState) -> tuple[Stats, ...]:
+        return ()
+
+
+def merge(first: Proposal, second: Proposal, nodes: int) -> Proposal:
+    """The tokens of two proposals as one tree, at most N = `nodes` of them, the first one's first.
+
+    Both of tokens that were chosen without chance; nodes at least the first one's.
+    """
+    length = first.tokens.shape[1]
+    tokens, parents, meant = _tree(first)
+    may_match = meant if first.verifiable is None else meant & first.verifiable
+    more, more_parents, more_meant = _tree(second)
+    rows = jnp.arange(tokens.shape[0])
+
+    def match(i: jax.Array, matches: jax.Array) -> jax.Array:
+        """Where token i of the second is in the first: its place, -1 where it is not."""
+        parent = more_parents[:, i]
+        below = jnp.where(parent < 0, -1, matches[rows, parent])
+        same = may_match & (tokens == more[:, i, None]) & (parents == below[:, None])
+        same &= ((parent < 0) | (below >= 0))[:, None]
+        return matches.at[:, i].set(jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), -1))
+
+    matches = lax.fori_loop(0, more.shape[1], match, jnp.full_like(more, -1))
+    new = more_meant & (matches < 0)
+    count = jnp.sum(meant, axis=1, dtype=jnp.int32)
+    places = count[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1
+    own = jnp.where(matches >= 0, matches, places)
+    moved = jnp.take_along_axis(own, jnp.maximum(more_parents, 0), axis=1)
+    moved = jnp.where(more_parents < 0, -1, moved)
+    slots = rows[:, None], jnp.where(new, places, nodes)
+    pad = ((0, 0), (0, nodes - length))
+    verifiable = first.verifiable
+    if verifiable is not None:
+        verifiable = jnp.pad(verifiable, pad).at[slots].set(True, mode="drop")
+    return Proposal(
+        tokens=jnp.pad(tokens, pad).at[slots].set(more, mode="drop"),
+        counts=jnp.minimum(count + jnp.sum(new, axis=1, dtype=jnp.int32), nodes),
+        parents=jnp.pad(parents, pad, constant_values=-1).at[slots].set(moved, mode="drop"),
+        verifiable=verifiable,
+    )
+
+
+def _tree(proposal: Proposal) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, parents and which tokens are meant, [B, N] each; of a chain, too."""
+    tokens, parents = proposal.tokens, proposal.parents
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    if parents is None:
+        parents = jnp.broadcast_to(place - 1, tokens.shape)
+    assert proposal.counts is not None
+    return tokens, parents, place < proposal.counts[:, None]
+
+
+def _check_kind(name: str, drafter: Any, kinds: tuple[type, ...], accepted: str) -> None:
+    # What jax puts in place of a drafter while it takes the tree apart is no drafter.
+    if isinstance(drafter, Drafter) and not isinstance(drafter, kinds):
+        raise ValueError(f"{name} of a Combined must be {accepted}, got {drafter!r}")
