@@ -11,17 +11,21 @@ import importlib.resources
 import os
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from checkpoints_tools.convert import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
-from specjax import checkpoint
+from specjax import checkpoint, parallel
 from specjax.params import Params
 
 SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
 SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"
 
 
-def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> Params:
+def load(
+    source: str | os.PathLike[str], *, dtype: str | None = None, mesh: Mesh | None = None
+) -> Params:
     """Loads a model.
 
     Args:
@@ -30,19 +34,23 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> Params:
       dtype: of a Hugging Face model's weights and activations, "bfloat16" or "float32"; None for
         what its config.json says (bfloat16 for a model in float16). Other sources fix it, and
         quantized weights stay as they are.
+      mesh: devices to divide the model over (`specjax.parallel`); None: the default device. Of a
+        directory made by `convert`, every process reads the parts of its own devices alone; a
+        Hugging Face one is read whole first.
 
     Returns:
       The model.
 
     Raises:
       FileNotFoundError: the source or a part of it is missing.
-      ValueError: it is no model that can be read, or `dtype` does not suit it.
+      ValueError: it is no model that can be read, or `dtype` or `mesh` does not suit it.
     """
     path = locate(source)
     if not checkpoint.is_checkpoint(path):
         original = open_checkpoint(path)
-        return collect(original.weights(), original.config, dtype)
-    params = checkpoint.load(path)
+        params = collect(original.weights(), original.config, dtype)
+        return params if mesh is None else parallel.shard(params, mesh)
+    params = checkpoint.load(path, mesh)
     if dtype not in (None, params.config.dtype):
         raise ValueError(
             f"dtype: {path} was converted with {params.config.dtype}, got {dtype!r}; "

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specjax import planning
+from specjax import parallel, planning
 from specjax.batching import Completion, decode_many
 from specjax.config import ModelConfig, RopeScaling
 from specjax.datastore import Datastore
@@ -11,6 +11,7 @@ from specjax.decoding import DecodeResult, decode
 from specjax.drafting import (
     Adaptive,
     Autoregressive,
+    Combined,
     Drafter,
     DraftModel,
     Heuristic,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "Autoregressive",
+    "Combined",
     "Completion",
     "Datastore",
     "DecodeResult",
@@ -71,6 +73,7 @@ __all__ = [
     "generate",
     "load",
     "load_tokenizer",
+    "parallel",
     "planning",
     "quantize",
     "quantize_checkpoint",

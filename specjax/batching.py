@@ -2,7 +2,7 @@
 
 A row that finishes is given the next prompt at once, first come, first served (ORCA, Yu et al.
 2022; QSpec's evaluation runs so). Rounds of the whole batch are compiled once; a prompt is read in
-chunks of one fixed size, one between two rounds, so that running rows wait little. A row's output
+chunks of one fixed size, few between two rounds, so that running rows wait little. A row's output
 depends neither on its neighbours nor on when it began: it is that of decoding the prompt alone.
 """
 
@@ -18,12 +18,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.decoding import begin, check_types, row_keys
 from specjax.drafting import Drafter, QSpec
 from specjax.kv_cache import KVCache
+from specjax.parallel import (
+    DATA,
+    blank_rows,
+    check_rows,
+    everywhere,
+    on_mesh,
+    own_row,
+    readable,
+    row_specs,
+)
 from specjax.params import Params
 from specjax.prompts import check_limits, check_stop_tokens, normalize_prompt
 from specjax.rounds import step
@@ -31,7 +43,8 @@ from specjax.sampling import Sampling
 from specjax.state import DecodeState, Stats
 from specjax.transformer import forward
 
-CHUNK = 64  # prompt tokens per pass between two rounds
+CHUNK = 64  # prompt tokens per pass
+_CHUNKS = 4  # at most, for every row without a prompt, while the others wait for their next round
 _ROUNDS = 64  # at most, before the host is told how far the rows are
 
 
@@ -92,7 +105,7 @@ def complete(
     Args:
       params: the model.
       prompts: token ids of every prompt.
-      rows: prompts that are decoded at a time.
+      rows: prompts that are decoded at a time; under a mesh a multiple of its data axis.
       max_new_tokens: most tokens to generate per prompt.
       drafter: how tokens are proposed; default QSpec().
       sampling: how tokens are drawn; None: greedily.
@@ -113,6 +126,7 @@ def complete(
     check_types(params, drafter, sampling)
     if check_integer("rows", rows) < 1:
         raise ValueError(f"rows must be at least 1, got {rows}")
+    check_rows(params.mesh, rows)
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, got none")
     check_cache_bits(cache_bits)
@@ -130,7 +144,9 @@ def complete(
             params, drafter, sampling, max_new_tokens, stops, capacity, cache_bits,
             -(-width // CHUNK) * CHUNK,
         )  # fmt: skip
-        yield from _serve(run, jobs, keys, min(rows, len(jobs)), len(refused), progress)
+        shards = 1 if params.mesh is None else params.mesh.shape[DATA]
+        needed = -(-len(jobs) // shards) * shards
+        yield from _serve(run, jobs, keys, min(rows, needed), len(refused), progress)
 
 
 class _Run(NamedTuple):
@@ -154,28 +170,31 @@ def _serve(
     refused: int,
     progress: Callable[[Progress], None] | None,
 ) -> Iterator[tuple[int, Completion]]:
-    """The loop on the host: a chunk of the next prompt, rounds of the batch, what has finished."""
+    """The loop on the host: chunks of the next prompts, rounds of the batch, what has finished."""
     queue = deque(jobs)
     state = _empty(run, rows, keys)
     running: dict[int, int] = {}  # row -> its prompt's number
     totals = Progress(refused, len(jobs) + refused, 0, 0, 0, 0, 0)
     coming: _Prefill | None = None
     while queue or coming or running:
-        if coming is None and queue and len(running) < rows:
-            number = queue.popleft()
-            coming = _Prefill(number, jobs[number], _one_row(run), 0)
-        if coming is not None:
+        for _ in range(_CHUNKS * (rows - len(running))):
+            if coming is None:
+                if not queue or len(running) == rows:
+                    break
+                number = queue.popleft()
+                cache = _one_row(run.params, run.capacity, run.cache_bits)
+                coming = _Prefill(number, jobs[number], cache, 0)
             coming = _read_chunk(run, coming)
             if coming.done == len(coming.tokens) - 1:
                 row = next(row for row in range(rows) if row not in running)
                 state = _admit(run, state, coming, row, keys)
                 running[row], coming = coming.number, None
-                if queue and len(running) < rows:
-                    continue  # fill the rows before they run
         if running:
-            limit = _ROUNDS if coming is None else 1
+            waiting = coming is not None or (queue and len(running) < rows)
+            limit = 1 if waiting else _ROUNDS
             state, totals = _run_rounds(run, state, totals, limit)
-            for row in np.flatnonzero(np.asarray(state.finished)).tolist():
+            finished = np.asarray(readable(state.finished, run.params.mesh))
+            for row in np.flatnonzero(finished).tolist():
                 if row in running:
                     completion = _completion(run, state, row)
                     totals = _add(totals, completion)
@@ -219,6 +238,10 @@ def _read_chunk(run: _Run, prompt: _Prefill) -> _Prefill:
 
 @partial(jax.jit, donate_argnames="cache")
 def _chunk(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
+    return on_mesh(_read, params.mesh, (params,), (tokens, cache), out=row_specs(cache))
+
+
+def _read(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
     return forward(params, tokens, positions, cache)[1]
 
@@ -234,11 +257,7 @@ def _admit(
     one = _begin(
         run.params, prompt.cache, tokens=tokens, lengths=lengths, keys=key, **_options(run)
     )
-    return _insert(state, one, row)
-
-
-_STATIC = ("sampling", "max_new_tokens", "stop_tokens")
-_begin = partial(jax.jit, static_argnames=_STATIC)(begin)
+    return _insert(state, one, row, run.params.mesh)
 
 
 def _options(run: _Run) -> dict[str, Any]:
@@ -248,10 +267,34 @@ def _options(run: _Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@partial(jax.jit, donate_argnames="state")
-def _insert(state: DecodeState, one: DecodeState, row: jax.Array) -> DecodeState:
+@partial(jax.jit, static_argnames=("sampling", "max_new_tokens", "stop_tokens"))
+def _begin(
+    params: Params,
+    cache: KVCache,
+    *,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    keys: jax.Array | None,
+    **options: Any,
+) -> DecodeState:
+    def begun(params, drafter, cache, tokens, lengths, keys):
+        return begin(
+            params, cache, tokens=tokens, lengths=lengths, drafter=drafter, keys=keys, **options
+        )
+
+    return on_mesh(begun, params.mesh, (params, drafter), (cache, tokens, lengths, keys))
+
+
+@partial(jax.jit, donate_argnames="state", static_argnames="mesh")
+def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeState:
     """Every leaf of a state has the rows as its first axis."""
-    return jax.tree.map(lambda whole, part: whole.at[row].set(part[0]), state, one)
+
+    def put(row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
+        own = own_row(row, state.finished.shape[0], mesh)
+        return jax.tree.map(lambda whole, part: whole.at[own].set(part[0]), state, one)
+
+    return on_mesh(put, mesh, (row,), (state, one), out=row_specs(state))
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -259,25 +302,39 @@ def _rounds(
     params: Params, state: DecodeState, drafter: Drafter, limit: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
     """Rounds until a running row finishes, at most `limit`; and how many there were."""
-    before = state.finished
+    mesh = params.mesh
 
-    def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
-        return (carry[1] < limit) & jnp.all(carry[0].finished == before)
+    def rounds(
+        params: Params, drafter: Drafter, limit: jax.Array, state: DecodeState
+    ) -> tuple[DecodeState, jax.Array]:
+        before = state.finished
 
-    def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-        return step(params, carry[0], drafter)[0], carry[1] + 1
+        def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
+            # A row that waits for a prompt waits for all devices, so they stop together.
+            same = everywhere(jnp.all(carry[0].finished == before), mesh)
+            return (carry[1] < limit) & same
 
-    return lax.while_loop(more, one, (state, jnp.int32(0)))
+        def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
+            return step(params, carry[0], drafter)[0], carry[1] + 1
+
+        return lax.while_loop(more, one, (state, jnp.int32(0)))
+
+    return on_mesh(rounds, mesh, (params, drafter, limit), (state,), out=(row_specs(state), P()))
 
 
-def _one_row(run: _Run) -> KVCache:
-    return KVCache.create(run.params.config, 1, run.capacity, run.cache_bits)
+@partial(jax.jit, static_argnames=("capacity", "cache_bits"))
+def _one_row(params: Params, capacity: int, cache_bits: int) -> KVCache:
+    def create(params: Params) -> KVCache:
+        return KVCache.create(params.config, 1, capacity, cache_bits, params.num_kv_heads)
+
+    return on_mesh(create, params.mesh, (params,), ())
 
 
 def _empty(run: _Run, rows: int, keys: jax.Array | None) -> DecodeState:
     """A state of finished rows, each as if it had a prompt of one token."""
     one = jax.eval_shape(
-        partial(_begin, **_options(run)), run.params, _one_row_shape(run),
+        partial(_begin, **_options(run)), run.params,
+        jax.eval_shape(_one_row, run.params, capacity=run.capacity, cache_bits=run.cache_bits),
         tokens=jax.ShapeDtypeStruct((1, run.width), jnp.int32),
         lengths=jax.ShapeDtypeStruct((1,), jnp.int32),
         keys=None if keys is None else jax.eval_shape(lambda: keys[:1]),
@@ -289,21 +346,21 @@ def _empty(run: _Run, rows: int, keys: jax.Array | None) -> DecodeState:
             return jnp.broadcast_to(keys[:1], (rows,))
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
-    state = jax.tree.map(blank, one)
-    ones = jnp.ones(rows, jnp.int32)
-    return dataclasses.replace(state, lengths=ones, finished=jnp.ones(rows, bool))
+    def state() -> DecodeState:
+        ones = jnp.ones(rows, jnp.int32)
+        blanks = jax.tree.map(blank, one)
+        return dataclasses.replace(blanks, lengths=ones, finished=ones > 0)
 
-
-def _one_row_shape(run: _Run) -> KVCache:
-    return jax.eval_shape(lambda: _one_row(run))
+    return blank_rows(state, run.params.mesh)
 
 
 def _completion(run: _Run, state: DecodeState, row: int) -> Completion:
-    length = int(state.lengths[row])
-    stats, levels = jax.tree.map(
-        lambda counts: np.asarray(counts[row]), (state.stats, run.drafter.levels(state.draft))
+    levels = run.drafter.levels(state.draft)
+    tokens, length, stats, levels = jax.tree.map(
+        lambda leaf: np.asarray(leaf[row]),
+        readable((state.tokens, state.lengths, state.stats, levels), run.params.mesh),
     )
-    return Completion(np.asarray(state.tokens[row, :length]), stats, levels)
+    return Completion(tokens[:length], stats, levels)
 
 
 def _add(totals: Progress, completion: Completion) -> Progress:

@@ -6,8 +6,8 @@ A checkpoint is a directory:
     weights/            the arrays, written by Orbax under the names of `specjax.weight_names`
     tokenizer.json, …   copied from where the model came from
 
-It is written beside its place and moved there when whole (`specjax.atomic_directory`). Left out on
-purpose: restoring straight into the shards of a mesh; `_restore_arrays` is where that would go.
+It is written beside its place and moved there when whole (`specjax.atomic_directory`), and read
+straight into the shards of a mesh.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.formats import (
     Bfloat16Weight,
@@ -36,6 +37,7 @@ from pallas_kernels.formats import (
 )
 from specjax.atomic_directory import recover, replacing
 from specjax.config import ModelConfig
+from specjax.parallel import check_model, weight_spec
 from specjax.params import Params
 from specjax.weight_names import named_weights, params_from_weights, weight_shapes
 
@@ -48,6 +50,7 @@ FORMATS = {
     "int8": Int8Weight,
     "outliers": Outliers,
 }
+_CHUNK_BYTES = 2**22  # an array is stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,16 +79,24 @@ def save(
       tokenizer_dir: a directory whose tokenizer files are copied along.
 
     Raises:
-      ValueError: something else than a checkpoint is at `path`.
+      ValueError: something else than a checkpoint is at `path`, or other processes hold parts of
+        params.
       OSError: it cannot be written; `path` is as it was.
     """
     target = Path(path)
     check_target(target)
+    if params.mesh is not None and params.mesh.is_multi_process:
+        raise ValueError(
+            "params are divided over several processes; save them where they are whole"
+        )
     with one_sentence_if_full(target), replacing(target) as directory:
         check_room(directory, target, params.nbytes)
         arrays, formats = take_apart(named_weights(params))
         with _checkpointer() as checkpointer:
-            checkpointer.save(directory / "weights", args=ocp.args.StandardSave(arrays))
+            pieces = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+            checkpointer.save(
+                directory / "weights", args=ocp.args.StandardSave(arrays, save_args=pieces)
+            )
         # It names the temporary directory, a path of the machine that nobody else should see.
         (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
         if tokenizer_dir is not None:
@@ -98,20 +109,23 @@ def save(
         (directory / "config.json").write_text(json.dumps(description, indent=1) + "\n")
 
 
-def load(path: str | os.PathLike[str]) -> Params:
+def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
     """Reads a checkpoint that `save` wrote: the same bits, dtypes and formats.
 
-    The arrays come to the default device, wherever they were when they were written.
+    The arrays come to the default device, or to those of a mesh, wherever they were when they were
+    written.
 
     Args:
       path: the checkpoint's directory.
+      mesh: devices to divide the model over. Every process reads the parts of its own.
 
     Returns:
       The model.
 
     Raises:
       FileNotFoundError: nothing is at `path`.
-      ValueError: it is no checkpoint, is damaged, or was written by a newer version of specjax.
+      ValueError: it is no checkpoint, is damaged, or was written by a newer version of specjax; or
+        the mesh does not divide the model.
     """
     directory = Path(path).resolve()
     recover(directory)
@@ -120,15 +134,17 @@ def load(path: str | os.PathLike[str]) -> Params:
         config, formats = ModelConfig.from_dict(description["model"]), description["quantized"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"config.json of {path} is damaged: {error}") from error
+    if mesh is not None:
+        check_model(config, mesh)
     try:
-        arrays = _restore_arrays(directory / "weights")
+        arrays = _restore_arrays(directory / "weights", mesh)
         weights = {
             name: put_together(name, formats.get(name), arrays) for name in weight_shapes(config)
         }
     except Exception as error:  # Orbax raises Exception itself where a file is damaged
         reason = str(error).partition("\n")[0].partition(". ")[0]  # its first sentence
         raise ValueError(f"the weights of {path} cannot be read: {reason}") from error
-    return params_from_weights(config, weights)
+    return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -222,15 +238,21 @@ def _fields(format_class: type[Any], *, static: bool) -> list[str]:
     return [f.name for f in fields if bool(f.metadata.get("static")) == static]
 
 
-def _restore_arrays(path: Path) -> dict[str, jax.Array]:
-    """Every array under `path`, on the default device and not where its writer had it."""
+def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
+    """Every array under `path`, on the default device or a mesh, not where its writer had it."""
     here = jnp.zeros(()).sharding
+
+    def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        return here if mesh is None else NamedSharding(mesh, weight_spec(name, shape, mesh))
+
     with _checkpointer() as checkpointer:
         found = checkpointer.metadata(path).item_metadata
         if found is None:
             raise ValueError(f"{path.name} is missing or incomplete")
         wanted = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
+            name: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=sharding(name, array.shape)
+            )
             for name, array in found.tree.items()
         }
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))

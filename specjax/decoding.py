@@ -19,6 +19,7 @@ from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.drafting import Drafter, QSpec
 from specjax.kv_cache import KVCache
+from specjax.parallel import ROWS, check_drafter, check_rows, on_mesh, readable
 from specjax.params import Params
 from specjax.prompts import Prompt, check_limits, check_stop_tokens, normalize_prompt
 from specjax.rounds import step
@@ -137,6 +138,7 @@ def _arguments(
     cache_bits = check_integer("cache_bits", cache_bits)
     check_cache_bits(cache_bits)
     tokens, lengths = normalize_prompt(prompt, prompt_lengths, config)
+    check_rows(params.mesh, tokens.shape[0])
     capacity = check_limits(
         config, tokens.shape[1], max_new_tokens, drafter.draft_length, cache_capacity
     )
@@ -162,18 +164,36 @@ def check_types(params: Any, drafter: Any, sampling: Any) -> None:
         raise ValueError(f"drafter must be a drafter such as specjax.QSpec(), got {drafter!r}")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a specjax.Sampling or None, got {sampling!r}")
+    check_drafter(params, drafter)
 
 
 _STATIC = ("max_new_tokens", "capacity", "cache_bits", "stop_tokens")
 
 
 @partial(jax.jit, static_argnames=_STATIC)
-def _decode(params: Params, *, drafter: Drafter, **arguments: Any) -> DecodeResult:
+def _decode(
+    params: Params,
+    *,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    keys: jax.Array | None,
+    sampling: Sampling | None,
+    **sizes: Any,
+) -> DecodeResult:
     """The whole of it in one program, so that the cache is never copied."""
+    result = on_mesh(
+        partial(_decode_rows, **sizes),
+        params.mesh, (params, drafter), (tokens, lengths, keys, sampling), out=ROWS,
+    )  # fmt: skip
+    return readable(result, params.mesh)
+
+
+def _decode_rows(params: Params, drafter: Drafter, *rows: Any, **sizes: Any) -> DecodeResult:
     state = lax.while_loop(
         lambda state: ~jnp.all(state.finished),
         lambda state: step(params, state, drafter)[0],
-        _start(params, drafter=drafter, **arguments),
+        _start_rows(params, drafter, *rows, **sizes),
     )
     return DecodeResult(state.tokens, state.lengths, state.stats, drafter.levels(state.draft))
 
@@ -182,18 +202,35 @@ def _decode(params: Params, *, drafter: Drafter, **arguments: Any) -> DecodeResu
 def _start(
     params: Params,
     *,
+    drafter: Drafter,
     tokens: jax.Array,
     lengths: jax.Array,
-    drafter: Drafter,
     keys: jax.Array | None,
     sampling: Sampling | None,
+    **sizes: Any,
+) -> DecodeState:
+    return on_mesh(
+        partial(_start_rows, **sizes),
+        params.mesh, (params, drafter), (tokens, lengths, keys, sampling),
+    )  # fmt: skip
+
+
+def _start_rows(
+    params: Params,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    keys: jax.Array | None,
+    sampling: Sampling | None,
+    *,
     max_new_tokens: int,
     capacity: int,
     cache_bits: int,
     stop_tokens: tuple[int, ...],
 ) -> DecodeState:
     """Precise cache entries of every prompt token but the last, which the first round reads."""
-    cache = KVCache.create(params.config, tokens.shape[0], capacity, cache_bits)
+    rows = tokens.shape[0]
+    cache = KVCache.create(params.config, rows, capacity, cache_bits, params.num_kv_heads)
     cache = prefill(params, tokens[:, :-1], cache)
     return begin(
         params, cache, tokens=tokens, lengths=lengths, drafter=drafter, keys=keys,

@@ -42,13 +42,21 @@ class KVCache:
     lengths: jax.Array
 
     @classmethod
-    def create(cls, config: ModelConfig, rows: int, capacity: int, bits: int = 16) -> KVCache:
+    def create(
+        cls,
+        config: ModelConfig,
+        rows: int,
+        capacity: int,
+        bits: int = 16,
+        heads: int | None = None,
+    ) -> KVCache:
         """An empty cache for `rows` rows of at least `capacity` slots each.
 
         bits: 8 or 4 to quantize the entries; 16 to hold them in the model's dtype.
+        heads: key-value heads; None: the model's.
         """
         slots = -(-capacity // BLOCK) * BLOCK
-        shape = (rows, slots, config.num_kv_heads, config.head_dim)
+        shape = (rows, slots, config.num_kv_heads if heads is None else heads, config.head_dim)
 
         def layers() -> tuple[Entries, ...]:
             return tuple(empty_entries(shape, config.dtype, bits) for _ in range(config.num_layers))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+from jax.sharding import Mesh
 
 from pallas_kernels.formats import Bfloat16Weight, Weight, plain_weight
 from specjax.config import ModelConfig
@@ -51,6 +52,8 @@ class Params:
     final_norm: [D].
     lm_head: (V, D), or None where the embedding serves as the head (tied).
     config: static.
+    mesh: the devices that the weights are divided over (`specjax.parallel`); None: one device.
+        Static.
     """
 
     embedding: jax.Array | Bfloat16Weight
@@ -58,6 +61,12 @@ class Params:
     final_norm: jax.Array
     lm_head: Linear | None
     config: ModelConfig = dataclasses.field(metadata={"static": True})
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads whose weights are here: the model's, or a device's part of them."""
+        return self.layers[0].k.weight.shape[0] // self.config.head_dim
 
     @property
     def head(self) -> Linear:

@@ -17,6 +17,7 @@ from jax import lax
 from specjax import trees
 from specjax.acceptance import greedy_match, greedy_path, rejection_sample, sample_path
 from specjax.kv_cache import KVCache
+from specjax.parallel import ROWS, on_mesh, row_specs
 from specjax.params import Params
 from specjax.sampling import greedy, probabilities, seen_tokens
 from specjax.state import DecodeState, Proposal, Stats, Verified
@@ -39,6 +40,20 @@ def step(
     activation, layers: how the verifying pass runs; a level that only drafts for another may be
     less precise than the target.
     """
+    return on_mesh(
+        partial(_step, activation=activation, layers=layers),
+        params.mesh, (params, drafter), (state,), out=(row_specs(state), ROWS),
+    )  # fmt: skip
+
+
+def _step(
+    params: Params,
+    drafter: Drafter,
+    state: DecodeState,
+    activation: str,
+    layers: tuple[int, ...] | None,
+) -> tuple[DecodeState, Verified]:
+    """`step` on the rows of one device."""
     proposal, state = drafter.propose(params, state)
     verified, cache = verify(params, state, proposal, activation, layers)
     count, stopped = _count(state, verified)

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import Quantized, take_rows
+from pallas_kernels.formats import Quantized
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rounding import round_to
 from specjax.config import ModelConfig, RopeScaling
 from specjax.kv_cache import KVCache
+from specjax.parallel import embed, gather, own_part
 from specjax.params import Layer, Linear, Params
 
 
@@ -58,13 +59,13 @@ def forward(
     """
     config = params.config
     rope = rope_angles(config, positions)
-    x = take_rows(params.embedding, tokens)
+    x = embed(params.embedding, tokens, config.vocab_size)
     for index in range(config.num_layers) if layers is None else layers:
         x, cache, _ = block(
             params.layers[index], x, index, rope, positions, cache, ancestors, activation, config
         )
     x = norm(x, params.final_norm, config, x.dtype)
-    return linear(x, params.head, activation), cache
+    return gather(linear(x, params.head, activation), config.vocab_size), cache
 
 
 def prefill(
@@ -137,8 +138,9 @@ def norm(x: jax.Array, scale: jax.Array, config: ModelConfig, dtype: jnp.dtype) 
 
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The residual stream: x in its own dtype plus y: f32."""
-    return round_to(x.astype(jnp.float32) + y, x.dtype)
+    """The residual stream: x in its own dtype plus y: f32, whole or a device's part."""
+    part = own_part(x, y.shape[-1])
+    return gather(round_to(part.astype(jnp.float32) + y, x.dtype), x.shape[-1])
 
 
 def _attention_block(
@@ -152,7 +154,10 @@ def _attention_block(
     activation: str,
     config: ModelConfig,
 ) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
-    """x: [B, T, D] -> f32[B, T, D], the cache with the new entries, and what q and o read."""
+    """x: [B, T, D] -> f32[B, T, D], the cache with the new entries, and what q and o read.
+
+    Under a mesh q, k, v, attention and what is returned first are the device's part.
+    """
     b, t, _ = x.shape
     normed = norm(x, layer.attention_norm, config, x.dtype)
 
@@ -173,8 +178,9 @@ def _attention_block(
         window=config.window(index), head_scale=config.head_dim**-0.5,
     )  # fmt: skip
     if config.hadamard:
-        mixed = hadamard(mixed, axis=-2)
+        mixed = hadamard(gather(mixed, config.num_heads, axis=-2), axis=-2)
     mixed = round_to(mixed.reshape(b, t, -1), x.dtype)
+    mixed = gather(mixed, config.num_heads * config.head_dim)
     return linear(mixed, layer.o, activation), cache, normed, mixed
 
 
@@ -186,8 +192,8 @@ def _mlp_block(
     gate, up = linears(normed, (layer.gate, layer.up), activation)
     hidden = jax.nn.silu(gate) * up
     if config.hadamard:
-        hidden = hadamard(hidden)
-    hidden = round_to(hidden, x.dtype)
+        hidden = hadamard(gather(hidden, config.intermediate_size))
+    hidden = gather(round_to(hidden, x.dtype), config.intermediate_size)
     return linear(hidden, layer.down, activation), normed, hidden
 
 
