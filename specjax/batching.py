@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.activations import check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.decoding import begin, check_types, row_keys
@@ -98,6 +99,7 @@ def complete(
     stop_tokens: Sequence[int] | None = None,
     cache_capacity: int | None = None,
     cache_bits: int = 16,
+    activation: str = "a16",
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
     """Decodes prompts and yields each with its number, as soon as it is finished.
@@ -114,6 +116,8 @@ def complete(
       cache_capacity: KV slots per row; None: as many as the longest prompt needs. A prompt that
         needs more is reported in its `error`, and the others go on.
       cache_bits: bits per cache entry: 16, 8 or 4.
+      activation: activation precision of the model itself, prompts included. "a8" and "a4" are for
+        comparison: their output is what QSpec would draft if nobody verified it.
       progress: called after every few rounds.
 
     Yields:
@@ -130,6 +134,7 @@ def complete(
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, got none")
     check_cache_bits(cache_bits)
+    check_activation(activation)
     jobs, refused = _check_prompts(params, prompts, drafter, max_new_tokens, cache_capacity)
     keys = row_keys(sampling, key, len(prompts))
     stops = check_stop_tokens(stop_tokens, params.config)
@@ -141,7 +146,7 @@ def complete(
             params.config, width, max_new_tokens, drafter.draft_length, cache_capacity
         )
         run = _Run(
-            params, drafter, sampling, max_new_tokens, stops, capacity, cache_bits,
+            params, drafter, sampling, max_new_tokens, stops, capacity, cache_bits, activation,
             -(-width // CHUNK) * CHUNK,
         )  # fmt: skip
         shards = 1 if params.mesh is None else params.mesh.shape[DATA]
@@ -159,6 +164,7 @@ class _Run(NamedTuple):
     stop_tokens: tuple[int, ...]
     capacity: int
     cache_bits: int
+    activation: str
     width: int
 
 
@@ -207,7 +213,7 @@ def _run_rounds(
     run: _Run, state: DecodeState, totals: Progress, limit: int
 ) -> tuple[DecodeState, Progress]:
     before = int(jnp.sum(state.stats.rounds))
-    state, rounds = _rounds(run.params, state, run.drafter, limit)
+    state, rounds = _rounds(run.params, state, run.drafter, limit, run.activation)
     totals = dataclasses.replace(
         totals,
         useful_rounds=totals.useful_rounds + int(jnp.sum(state.stats.rounds)) - before,
@@ -232,18 +238,18 @@ def _read_chunk(run: _Run, prompt: _Prefill) -> _Prefill:
         return prompt
     chunk = np.zeros((1, CHUNK), np.int32)
     chunk[0, : end - prompt.done] = prompt.tokens[prompt.done : end]
-    cache = _chunk(run.params, chunk, prompt.cache.with_lengths(jnp.array([prompt.done])))
+    cache = prompt.cache.with_lengths(jnp.array([prompt.done]))
+    cache = _chunk(run.params, chunk, cache, run.activation)
     return prompt._replace(cache=cache, done=end)
 
 
-@partial(jax.jit, donate_argnames="cache")
-def _chunk(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
-    return on_mesh(_read, params.mesh, (params,), (tokens, cache), out=row_specs(cache))
+@partial(jax.jit, donate_argnames="cache", static_argnames="activation")
+def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: str) -> KVCache:
+    def read(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        return forward(params, tokens, positions, cache, activation=activation)[1]
 
-
-def _read(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-    return forward(params, tokens, positions, cache)[1]
+    return on_mesh(read, params.mesh, (params,), (tokens, cache), out=row_specs(cache))
 
 
 def _admit(
@@ -297,9 +303,9 @@ def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | N
     return on_mesh(put, mesh, (row,), (state, one), out=row_specs(state))
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, donate_argnames="state", static_argnames="activation")
 def _rounds(
-    params: Params, state: DecodeState, drafter: Drafter, limit: jax.Array
+    params: Params, state: DecodeState, drafter: Drafter, limit: jax.Array, activation: str
 ) -> tuple[DecodeState, jax.Array]:
     """Rounds until a running row finishes, at most `limit`; and how many there were."""
     mesh = params.mesh
@@ -315,7 +321,7 @@ def _rounds(
             return (carry[1] < limit) & same
 
         def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            return step(params, carry[0], drafter)[0], carry[1] + 1
+            return step(params, carry[0], drafter, activation)[0], carry[1] + 1
 
         return lax.while_loop(more, one, (state, jnp.int32(0)))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import specjax
 from specjax import batching
 from specjax.batching import complete, decode_many
+from specjax.evaluation.scoring import score
 from tests.random_models import CONFIG, quantized_model, random_prompts
 
 LENGTHS = (3, 90, 1, 12, 7, 65, 66, 2, 30)
@@ -112,3 +114,22 @@ def test_a_prompt_that_cannot_be_decoded_stops_no_other(params, alone) -> None:
 def test_bad_input_gets_one_clear_sentence(params, change, message) -> None:
     with pytest.raises(ValueError, match=message):
         decode_many(params, **{"prompts": PROMPTS, **change})
+
+
+def test_low_precision_is_the_greedy_choice_of_the_low_pass(params) -> None:
+    """Token by token, prompts included; it is not what 16 bits choose."""
+    plain = specjax.Autoregressive()
+    low, precise = (
+        decode_many(
+            params, PROMPTS[:3], rows=2, max_new_tokens=10, drafter=plain, activation=activation,
+            stop_tokens=(),
+        )
+        for activation in ("a4", "a16")
+    )  # fmt: skip
+    assert low[0].tokens.tolist() != precise[0].tokens.tolist()
+    for prompt, result in zip(PROMPTS, low, strict=False):
+        tokens = list(prompt)
+        for _ in range(10):
+            padded = jnp.array([tokens + [0] * (100 - len(tokens))])
+            tokens.append(int(score(params, padded, activation="a4")[1][0, len(tokens) - 1]))
+        assert result.tokens.tolist() == tokens

@@ -17,11 +17,10 @@ import pytest
 import specjax
 from specjax.cli import main
 from specjax.evaluation import evaluate, perplexity
-from specjax.evaluation.low_precision import complete_at
 from specjax.evaluation.runs import Results
 from specjax.evaluation.scoring import score
 from specjax.evaluation.table import fidelity_rows, format_table
-from tests.random_models import CONFIG, quantized_model, random_model, random_prompts
+from tests.random_models import CONFIG, quantized_model, random_model
 from tests.task_files import write_tasks
 
 PARAMS = quantized_model(group_size=32)
@@ -201,26 +200,6 @@ def test_files_that_are_refused(folder) -> None:
 def test_arguments_that_are_refused(change, message, folder) -> None:
     with pytest.raises(ValueError, match=message):
         _evaluate(folder, **change)
-
-
-# At 16 bits it is plain decoding; at 4 it is the greedy choice of the 4-bit pass, token by token.
-def test_low_precision_throughout() -> None:
-    prompts = [*random_prompts((70, 3, 9), CONFIG.vocab_size), [], list(range(90)) * 6]
-    plain = specjax.decode_many(
-        PARAMS, prompts, max_new_tokens=10, drafter=specjax.Autoregressive(), rows=2
-    )
-    found = dict(complete_at(PARAMS, prompts, "a16", rows=2, max_new_tokens=10))
-    assert [found[i].tokens.tolist() for i in range(3)] == [p.tokens.tolist() for p in plain[:3]]
-    assert found[3].error and found[4].error == plain[4].error
-
-    low = dict(complete_at(PARAMS, prompts[:3], "a4", rows=2, max_new_tokens=10))
-    assert low[0].tokens.tolist() != plain[0].tokens.tolist()
-    for i in range(3):
-        tokens = list(prompts[i])
-        for _ in range(10):
-            padded = jnp.array([tokens + [0] * (90 - len(tokens))])
-            tokens.append(int(score(PARAMS, padded, activation="a4")[1][0, len(tokens) - 1]))
-        assert low[i].tokens.tolist() == tokens
 
 
 def test_the_table(folder) -> None:

@@ -19,11 +19,10 @@ import numpy as np
 from pallas_kernels.activations import check_activation
 from specjax.batching import Completion, complete
 from specjax.checks import check_integer
-from specjax.drafting import Drafter, QSpec
+from specjax.drafting import Autoregressive, Drafter, QSpec
 from specjax.evaluation.digest import digest
 from specjax.evaluation.json_lines import read_text
 from specjax.evaluation.likelihood import log_likelihoods
-from specjax.evaluation.low_precision import complete_at
 from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Choice, ChoiceTask, Question, Task, TextTask, WrittenTask
@@ -130,7 +129,8 @@ def evaluate(
         if value is not None and check_integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     chosen = _find(tasks)
-    drafter = QSpec() if drafter is None and activation == "a16" else drafter
+    if drafter is None:
+        drafter = QSpec() if activation == "a16" else Autoregressive()
     run = _Run(params, tokenizer, drafter, rows, max_new_tokens, activation, cache_bits)
     items = {task.name: _items(run, task, Path(data), shots)[:limit] for task in chosen}
     settings = {
@@ -146,11 +146,11 @@ def evaluate(
 
 
 class _Run(NamedTuple):
-    """What all tasks have in common. drafter: None where the activations are of low precision."""
+    """What all tasks have in common."""
 
     params: Params
     tokenizer: Tokenizer
-    drafter: Drafter | None
+    drafter: Drafter
     rows: int
     max_new_tokens: int | None
     activation: str
@@ -250,16 +250,10 @@ def _records(run: _Run, task: Task, items: list[Any]) -> Iterator[Record]:
 def _written(run: _Run, task: WrittenTask, items: list[_Prompt]) -> Iterator[Record]:
     prompts = [item.tokens for item in items]
     length = task.max_new_tokens if run.max_new_tokens is None else run.max_new_tokens
-    if run.drafter is None:
-        finished = complete_at(
-            run.params, prompts, run.activation, rows=run.rows, max_new_tokens=length,
-            cache_bits=run.cache_bits,
-        )  # fmt: skip
-    else:
-        finished = complete(
-            run.params, prompts, drafter=run.drafter, rows=run.rows, max_new_tokens=length,
-            cache_bits=run.cache_bits,
-        )  # fmt: skip
+    finished = complete(
+        run.params, prompts, drafter=run.drafter, rows=run.rows, max_new_tokens=length,
+        cache_bits=run.cache_bits, activation=run.activation,
+    )  # fmt: skip
     for index, completion in finished:
         yield _answer(run, task, items[index], completion)
 
