@@ -6,10 +6,12 @@ reported, and the ratio to plain decoding on the same kernels. The time is that 
 prompt is in the caches, programs are compiled. Every output is compared with plain decoding's.
 
     python -m benchmarks.drafters --draft runs/draft/hf --json benchmarks/results/drafters.json
+    python -m benchmarks.drafters --draft runs/draft/hf --without-model --json …/drafters_text.json
     python -m benchmarks.drafters --draft runs/draft/hf --lengths 12 --json …/drafters_lengths.json
 
-The second form measures the MXFP4 cast alone: draft lengths 1 to 12, each constant, and the two
-schedules with 12 as the most. The adaptive one gets its cost from lengths 1 and 12, measured first.
+The second form compares drafters without a model, alone and below a cast. The third measures the
+MXFP4 cast alone: draft lengths 1 to 12, each constant, and the two schedules with 12 as the most.
+The adaptive one gets its cost from lengths 1 and 12, measured first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ import specjax
 from benchmarks.common import pad, parser, table, text_prompts, write
 from benchmarks.drafter_table import model_drafters
 from benchmarks.widen import DRAFT, LARGE, layer_blocks, widen
-from specjax import Adaptive, Autoregressive, DraftModel, Heuristic, LayerSkip, Params
+from specjax import (
+    Adaptive,
+    Autoregressive,
+    DraftModel,
+    Heuristic,
+    LayerSkip,
+    MultiLevel,
+    Params,
+)
 from specjax.decoding import start
 from specjax.rounds import step
 from specjax.state import DecodeState, Stats
@@ -42,7 +52,7 @@ COMPARED = (
     "two levels, INT4 a8",
 )  # fmt: skip
 PLAIN = Autoregressive()
-ROOM = 16  # slots of a cache for the longest draft
+ROOM = 24  # slots of a cache for the longest draft
 
 
 class Case(NamedTuple):
@@ -66,7 +76,11 @@ def main() -> None:
     else:
         draft = widen(specjax.load(options.draft), **DRAFT | {"vocab_size": options.vocab})
         layers = layer_blocks(options.layers, small.config, target.config)
-        cases = compared_cases(target, draft, LayerSkip(layers, 3), options)
+        cases = (
+            text_cases(target, options)
+            if options.without_model
+            else compared_cases(target, draft, LayerSkip(layers, 3), options)
+        )
         rows = [row for batch in options.batch for row in measure(cases, prompts, batch, options)]
     print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
     write(options.json, rows)
@@ -86,6 +100,7 @@ def _options() -> Any:
         "--below-length", type=int, default=2, help="of these, drafted at a time by the small model"
     )
     add("--batch", type=int, nargs="+", default=[1, 8])
+    add("--without-model", action="store_true", help="compare drafters without a model instead")
     add("--lengths", type=int, help="compare draft lengths up to this one instead, at batch 1")
     add("--prompts", type=int, default=3, help="real prompts at batch 1, the kinds in turn")
     add("--max-prompt", type=int, default=96, help="tokens of a prompt that are used")
@@ -115,6 +130,24 @@ def compared_cases(target: Params, draft: Params, skip: LayerSkip, options: Any)
         "plain, 4-bit target": Case(integers, PLAIN, "plain, 4-bit target"),
         "QSpec, 4-bit target": Case(integers, specjax.QSpec(3), "plain, 4-bit target"),
     }
+
+
+def text_cases(target: Params, options: Any) -> Cases:
+    """Drafters without a model, with drafts that a CPU's verification can pay for."""
+    small = specjax.Spectra(window=2, guesses=2)
+    cast = specjax.quantize(target, "mxfp4", lm_head=True)
+    shared = DraftModel(cast, options.levels_length, "a8", share_cache=True)
+    drafters = {
+        "prompt lookup": specjax.PromptLookup(options.cast_length),
+        "ANPD": specjax.NGram(options.cast_length),
+        "Lookahead, W = G = 2": specjax.Lookahead(window=2, guesses=2),
+        "CORE, W = G = 2": small,
+        "MXFP4 cast, a8": dataclasses.replace(shared, draft_length=options.cast_length),
+        "MXFP4 cast, a8, ANPD below": MultiLevel(shared, specjax.NGram(options.below_length)),
+        "MXFP4 cast, a8, CORE below": MultiLevel(shared, small),
+    }
+    named = {name: Case(target, drafter, "plain") for name, drafter in drafters.items()}
+    return {"plain": Case(target, PLAIN, "plain"), **named}
 
 
 def measure_lengths(target: Params, prompts: Sequence[list[int]], options: Any) -> list[dict]:
