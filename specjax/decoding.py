@@ -7,7 +7,7 @@ speeds. `start` and `rounds.step` are the same loop taken apart, for streaming a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -171,8 +171,20 @@ _STATIC = ("max_new_tokens", "capacity", "cache_bits", "stop_tokens")
 
 
 @partial(jax.jit, static_argnames=_STATIC)
-def _decode(
+def _decode(params: Params, **arguments: Any) -> DecodeResult:
+    """The whole of it in one program, so that the cache is never copied."""
+    return readable(_by_rows(_decode_rows, params, ROWS, **arguments), params.mesh)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def _start(params: Params, **arguments: Any) -> DecodeState:
+    return _by_rows(_start_rows, params, None, **arguments)
+
+
+def _by_rows(
+    function: Callable[..., Any],
     params: Params,
+    out: Any,
     *,
     drafter: Drafter,
     tokens: jax.Array,
@@ -180,13 +192,12 @@ def _decode(
     keys: jax.Array | None,
     sampling: Sampling | None,
     **sizes: Any,
-) -> DecodeResult:
-    """The whole of it in one program, so that the cache is never copied."""
-    result = on_mesh(
-        partial(_decode_rows, **sizes),
-        params.mesh, (params, drafter), (tokens, lengths, keys, sampling), out=ROWS,
+) -> Any:
+    """function on the rows of every device; `out` as for `on_mesh`."""
+    return on_mesh(
+        partial(function, **sizes),
+        params.mesh, (params, drafter), (tokens, lengths, keys, sampling), out=out,
     )  # fmt: skip
-    return readable(result, params.mesh)
 
 
 def _decode_rows(params: Params, drafter: Drafter, *rows: Any, **sizes: Any) -> DecodeResult:
@@ -196,23 +207,6 @@ def _decode_rows(params: Params, drafter: Drafter, *rows: Any, **sizes: Any) -> 
         _start_rows(params, drafter, *rows, **sizes),
     )
     return DecodeResult(state.tokens, state.lengths, state.stats, drafter.levels(state.draft))
-
-
-@partial(jax.jit, static_argnames=_STATIC)
-def _start(
-    params: Params,
-    *,
-    drafter: Drafter,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    keys: jax.Array | None,
-    sampling: Sampling | None,
-    **sizes: Any,
-) -> DecodeState:
-    return on_mesh(
-        partial(_start_rows, **sizes),
-        params.mesh, (params, drafter), (tokens, lengths, keys, sampling),
-    )  # fmt: skip
 
 
 def _start_rows(

@@ -133,12 +133,14 @@ def evaluate(
         drafter = QSpec() if activation == "a16" else Autoregressive()
     run = _Run(params, tokenizer, drafter, rows, max_new_tokens, activation, cache_bits)
     items = {task.name: _items(run, task, Path(data), shots)[:limit] for task in chosen}
-    settings = {
-        "tasks": [task.name for task in chosen], "limit": limit, "shots": shots,
-        "max_new_tokens": max_new_tokens, "activation": activation, "cache_bits": cache_bits,
-        "drafter": f"{type(drafter).__name__} {digest(drafter)}", "model": digest(params),
-        "data": hashlib.sha256(repr(items).encode()).hexdigest()[:12],
-    }  # fmt: skip
+    settings = {}
+    if out is not None:  # naming a model reads all of it
+        settings = {
+            "tasks": [task.name for task in chosen], "limit": limit, "shots": shots,
+            "max_new_tokens": max_new_tokens, "activation": activation, "cache_bits": cache_bits,
+            "drafter": f"{type(drafter).__name__} {digest(drafter)}", "model": digest(params),
+            "data": hashlib.sha256(repr(items).encode()).hexdigest()[:12],
+        }  # fmt: skip
     with Results(None if out is None else Path(out), settings) as results:
         found = [_evaluate(run, task, items[task.name], results, progress) for task in chosen]
         results.finish((each.task, record["id"]) for each in found for record in each.records)
