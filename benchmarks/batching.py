@@ -22,7 +22,8 @@ import numpy as np
 
 import specjax
 from benchmarks.common import pad, parser, table, text_prompts, write
-from specjax.batching import CHUNK, Progress, complete
+from specjax.batch_rows import CHUNK
+from specjax.batching import Progress, complete
 
 KINDS = ("arithmetic", "python", "chat")
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -6,10 +6,13 @@ have only a SentencePiece `tokenizer.model`; transformers rebuilds the former fr
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +23,17 @@ class Tokenizer:
     """Text to token ids and back.
 
     `encode` adds the special tokens that the checkpoint's own tokenizer adds (Llama's first token,
-    for example); `decode` leaves special tokens out.
+    for example); `decode` leaves special tokens out. Two of the same contents are equal, so that
+    what was compiled for one serves the other.
+
+    Args:
+      backend: what encodes and decodes.
+      path: the checkpoint's directory, which may hold a chat template.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, path: Path | None = None) -> None:
         self._backend = backend
+        self._path = path
         backend.no_truncation()  # a checkpoint may have been saved with the settings of training
         backend.no_padding()
 
@@ -41,9 +50,70 @@ class Tokenizer:
         """The text of `ids`, a list or an integer array of one dimension."""
         return self._backend.decode(np.asarray(ids, np.int64).tolist())
 
+    def chat(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
+        """A conversation as the model was trained to read it, special tokens by their names; to be
+        encoded with `special_tokens=False`.
+
+        Args:
+          messages: "role" ("system", "user" or "assistant") and "content" of each.
+          answer: the text ends where the model's answer begins; else within the last message,
+            which the model goes on with.
+
+        Raises:
+          ValueError: the checkpoint has no chat template, or one that refuses these messages.
+        """
+        render = self._conversations.apply_chat_template
+        from jinja2 import TemplateError
+
+        try:
+            return render(
+                [dict(message) for message in messages], tokenize=False,
+                add_generation_prompt=answer, continue_final_message=not answer,
+            )  # fmt: skip
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+    @property
+    def chat_template(self) -> str:
+        """What `chat` renders, in Jinja. Raises ValueError: the checkpoint has none."""
+        return self._conversations.chat_template
+
+    @cached_property
+    def _conversations(self) -> Any:
+        for package in ("transformers", "jinja2"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"a chat template needs {package}: pip install 'specjax[chat]'")
+        import transformers  # here, because it takes seconds
+
+        try:
+            loaded = transformers.AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        except (OSError, ValueError, TypeError):  # without a configuration there is no template
+            loaded = None
+        if loaded is None or not isinstance(loaded.chat_template, str):
+            raise ValueError(f"no chat template belongs to the tokenizer of {self._path}")
+        return loaded
+
+    @cached_property
+    def _contents(self) -> str:
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:12]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self._contents == other._contents
+
+    def __hash__(self) -> int:
+        return hash(self._contents)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self._contents})"
+
     def same_tokens(self, other: Tokenizer) -> bool:
         """Whether every id means the same token in both."""
         return self._backend.get_vocab() == other._backend.get_vocab()
+
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens, by their names."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: index for index, token in added if token.special}
 
     def vocabulary(self) -> list[bytes | str | None]:
         """By id, what a token adds to a text: its bytes; the name (str) of a special token, which
@@ -105,8 +175,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise FileNotFoundError(f"{path} has neither tokenizer.json nor tokenizer.model")
     try:
         if file.suffix == ".json":
-            return Tokenizer(tokenizers.Tokenizer.from_file(str(file)))
-        return Tokenizer(_from_sentencepiece(path))
+            return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
+        return Tokenizer(_from_sentencepiece(path), path)
     except Exception as error:  # both libraries raise bare Exception, among others
         raise ValueError(f"{file} cannot be read: {error}") from error
 

@@ -166,6 +166,26 @@ def _bucketed(
     return np.array([ids + [params.config.pad_id] * (width - length)]), [length]
 
 
+class StopStrings:
+    """Ends outputs whose text holds one of some strings: a `stop_when` of `complete`.
+
+    Args:
+      tokenizer: the model's tokenizer.
+      prompts: token ids of every prompt, in the order of `complete`'s.
+      strings: what ends a text; the tokens of the first occurrence stay in the output.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], strings: Sequence[str]
+    ) -> None:
+        self._tokenizer, self._prompts, self._strings = tokenizer, prompts, tuple(strings)
+
+    def __call__(self, number: int, output: Sequence[int]) -> bool:
+        context = list(self._prompts[number][-_CONTEXT:])
+        text = _continuation(self._tokenizer, context, [*context, *output])
+        return any(string in text for string in self._strings)
+
+
 class TextStream:
     """Turns tokens into text as they come, holding back what may still change.
 

@@ -21,6 +21,8 @@ import specjax
 from benchmarks.parallel import collectives, device_bytes
 from checkpoints_tools.quantize import quantize
 from specjax.decoding import start
+from specjax.evaluation.likelihood import log_likelihoods
+from specjax.evaluation.scoring import score
 from specjax.parallel import mesh, shard
 from specjax.params import LINEARS
 from specjax.rounds import step
@@ -158,6 +160,20 @@ def many_prompts() -> None:
         ]
         for one, many in zip(*runs, strict=True):
             _same((one.tokens, one.stats), (many.tokens, many.stats))
+    stopped = specjax.decode_many(
+        divided, prompts, rows=4, max_new_tokens=NEW, stop_when=lambda i, output: len(output) > i
+    )
+    assert [int(each.stats.generated) for each in stopped] == list(range(1, 8))
+
+
+def likelihoods() -> None:
+    """What a model says of given text, in chunks and in one pass, with a quantized cache."""
+    divided = shard(RTN, mesh(2, 4))
+    texts = random_prompts((5, 70, 3, 7, 12), WIDE.vocab_size)
+    pairs = [(text[:2], text[2:]) for text in texts]
+    for options in ({"rows": 4}, {"rows": 2, "cache_bits": 8, "activation": "a4"}):
+        _same(*(log_likelihoods(params, pairs, **options) for params in (RTN, divided)))
+    _same(*(score(params, jnp.array([texts[1]])) for params in (RTN, divided)))
 
 
 def bytes_per_device() -> None:
@@ -247,12 +263,12 @@ CASES: dict[str, Callable[[], None]] = {
     "mxfp4, tied, biased, tensor 8": lambda: equal(MODELS["mxfp4-tied-biased"], 1, 8),
     "sizes that are not divided, tensor 8": lambda: equal(MODELS["odd"], 1, 8),
     "plain, 2 × 4": lambda: equal(RTN, 2, 4, plain),
-    "own cache, 2 × 4": lambda: equal(RTN, 2, 4, own_cache),
     "two levels, 2 × 4": lambda: equal(RTN, 2, 4, two_levels),
     "tree, 2 × 4": lambda: equal(RTN, 2, 4, spectra),
     "sampled, 4 × 2": lambda: equal(RTN, 4, 2, **SAMPLING),
     "rounds one by one": rounds_one_by_one,
     "many prompts": many_prompts,
+    "likelihoods": likelihoods,
     "bytes per device": bytes_per_device,
     "nothing gathers weights": nothing_gathers_weights,
     "restored into shards": restored_into_shards,

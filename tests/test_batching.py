@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import batching
-from specjax.batching import complete, decode_many
+from specjax import batch_rows
+from specjax.batching import Progress, complete, decode_many
 from specjax.evaluation.scoring import score
 from tests.random_models import CONFIG, quantized_model, random_prompts
 
@@ -71,7 +71,7 @@ def test_samples_are_those_of_the_prompts_own_key(params) -> None:
 
 def test_rows_are_refilled_at_once(params) -> None:
     """Until the queue is empty, nearly every row of every round is of use."""
-    seen: list[batching.Progress] = []
+    seen: list[Progress] = []
     short = random_prompts((5,) * 24, CONFIG.vocab_size, seed=1)
     options = {"rows": 4, "max_new_tokens": NEW, "stop_tokens": ()}
     order = [index for index, _ in complete(params, short, progress=seen.append, **options)]
@@ -82,10 +82,31 @@ def test_rows_are_refilled_at_once(params) -> None:
     assert seen[-1].generated == 24 * NEW
 
 
+@pytest.mark.parametrize(
+    "drafter", [specjax.Autoregressive(), specjax.QSpec(4, "a4")], ids=["plain", "qspec"]
+)
+def test_outputs_end_with_the_first_token_that_stops_them(params, alone, drafter) -> None:
+    """Of every prompt another one; what was drafted behind it is not seen."""
+    lengths = [len(prompt) for prompt in PROMPTS]
+    outputs = [row[length:] for row, length in zip(alone, lengths, strict=True)]
+    ends = [output[min(number, len(output) - 1)] for number, output in enumerate(outputs)]
+    results = decode_many(
+        params, PROMPTS, rows=3, max_new_tokens=NEW, drafter=drafter, stop_tokens=(5,),
+        stop_when=lambda number, output: ends[number] in output,
+    )  # fmt: skip
+    for result, length, output, end in zip(results, lengths, outputs, ends, strict=True):
+        kept = output[: output.tolist().index(end) + 1]
+        np.testing.assert_array_equal(result.tokens[length:], kept)
+        assert int(result.stats.generated) == len(kept)
+    rounds = [int(result.stats.rounds) for result in results]
+    assert max(rounds) < NEW or isinstance(drafter, specjax.Autoregressive)
+    assert rounds[0] == 1, "its first token ends it"
+
+
 def test_more_prompts_compile_nothing_new(params) -> None:
     options = {"rows": 3, "max_new_tokens": NEW}
     decode_many(params, PROMPTS, **options)
-    functions = (batching._chunk, batching._begin, batching._insert, batching._rounds)
+    functions = (batch_rows._chunk, batch_rows._begin, batch_rows._insert, batch_rows.run_rounds)
     compiled = [function._cache_size() for function in functions]
     decode_many(params, random_prompts((4, 80, 33, 65, 90), CONFIG.vocab_size, seed=9), **options)
     assert [function._cache_size() for function in functions] == compiled

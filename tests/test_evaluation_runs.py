@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from specjax.evaluation import evaluate, perplexity
 from specjax.evaluation.runs import Results
 from specjax.evaluation.scoring import score
 from specjax.evaluation.table import fidelity_rows, format_table
+from specjax.evaluation.tasks import TASKS as TASKS_BY_NAME
 from tests.random_models import CONFIG, quantized_model, random_model
 from tests.task_files import write_tasks
 
@@ -77,6 +79,60 @@ def test_records_are_what_the_model_says(folder) -> None:
     ids = Characters().encode((folder / "texts" / "wikitext2_valid.txt").read_text())
     expected = perplexity(PARAMS, ids, window=CONFIG.max_position_embeddings)
     np.testing.assert_allclose(text.metrics["perplexity"], expected.perplexity, rtol=1e-5)
+
+
+def test_a_later_turn_is_asked_after_the_answer_before_it(folder) -> None:
+    (result,) = _evaluate(folder, ["mt_bench"])
+    first, second = result.records
+    assert (first["id"], second["id"]) == ("7", "7/2")
+    prompt = f"Question: Tell a tale.\nAnswer:{first['text']}\n\nQuestion: Tell it again.\nAnswer:"
+    decoded = specjax.decode(
+        PARAMS, Characters().encode(prompt), max_new_tokens=12, drafter=specjax.Autoregressive()
+    )
+    assert second["tokens"] == decoded.tokens[0, len(prompt) : decoded.lengths[0]].tolist()
+    assert result.progress.done == result.progress.total == 2
+
+
+class Chat(Characters):
+    """With a chat template."""
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        assert not special_tokens or "<" not in text, "the template holds the special tokens"
+        return super().encode(text)
+
+    def chat(self, messages) -> str:
+        turns = (f"<{message['role']}>{message['content']}" for message in messages)
+        return "".join(turns) + "<assistant>"
+
+
+def test_questions_are_put_into_the_chat_template(folder) -> None:
+    conversation, sums = evaluate(
+        PARAMS, Chat(), ["mt_bench", "gsm8k"], folder, chat=True, **OPTIONS
+    )
+    first, second = conversation.records
+    prompts = [
+        "<user>Tell a tale.<assistant>",
+        f"<user>Tell a tale.<assistant>{first['text']}<user>Tell it again.<assistant>",
+    ]
+    for record, prompt in zip((first, second), prompts, strict=True):
+        decoded = specjax.decode(PARAMS, Chat().encode(prompt, False), max_new_tokens=12)
+        assert record["tokens"] == decoded.tokens[0, len(prompt) : decoded.lengths[0]].tolist()
+    assert len(sums.records) == 2 and sums.refused == 0
+    with pytest.raises(ValueError, match="chat needs a tokenizer of specjax"):
+        evaluate(PARAMS, Characters(), ["mt_bench"], folder, chat=True)
+
+
+def test_decoding_ends_with_the_text_that_begins_another_question(folder, monkeypatch) -> None:
+    """Here "a stop" is whatever the model writes as its fourth character."""
+    (whole,) = _evaluate(folder, ["gsm8k"])
+    stops = tuple({record["text"][3] for record in whole.records})
+    task = dataclasses.replace(TASKS_BY_NAME["gsm8k"], stops=stops)
+    monkeypatch.setitem(TASKS_BY_NAME, "gsm8k", task)
+    (cut,) = _evaluate(folder, ["gsm8k"])
+    for short, long in zip(cut.records, whole.records, strict=True):
+        end = min(long["text"].index(stop) for stop in stops if stop in long["text"])
+        assert short["text"] == long["text"][:end]
+        assert short["tokens"] == long["tokens"][: end + 1] and short["generated"] == end + 1
 
 
 def test_any_drafter_writes_the_same(folder) -> None:

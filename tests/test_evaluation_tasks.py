@@ -103,7 +103,12 @@ def test_programs_are_judged_by_running_them(tmp_path) -> None:
 def test_conversations_are_not_judged(tmp_path) -> None:
     write_tasks(tmp_path)
     (item,) = TASKS["mt_bench"].items(tmp_path)
-    assert item.id == "7" and item.prompt == "Question: Tell a tale.\nAnswer:"
+    assert (item.id, item.prompt, item.later) == ("7", "Tell a tale.", ("Tell it again.",))
+    turns = [item.prompt, " In {} winter.", *item.later]
+    assert TASKS["mt_bench"].plain(turns[:1]) == "Question: Tell a tale.\nAnswer:"
+    assert TASKS["mt_bench"].plain(turns) == (
+        "Question: Tell a tale.\nAnswer: In {} winter.\n\nQuestion: Tell it again.\nAnswer:"
+    )
     assert TASKS["mt_bench"].judge(item, "Once upon a time").correct is None
 
 
@@ -160,7 +165,7 @@ def test_reference_solutions_are_right(data) -> None:
         ("mbpp", '{"task_id": 12, "text": "", "test_list": []}', "the id '12' of line 5"),
         ("piqa", '{"goal": "", "sol1": "", "sol2": "", "label": 2}', "label=2, and 2 options"),
         ("winogrande", '{"context_options": "", "continuation": ""}', "no list in context_options"),
-        ("mt_bench", '{"turns": []}', "has no text in turns"),
+        ("mt_bench", '{"turns": []}', "must have texts in turns"),
     ],
 )
 def test_what_is_wrong_with_a_file(task, line, message, tmp_path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.batching import complete
 from specjax.cli import main
 from specjax.commands.lm_eval import read_options
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
@@ -24,6 +26,11 @@ QUESTIONS = (
     {"text": "The king had three sons, and the", "right": " youngest was called", "wrong": " zinc"},
     {"text": "Once upon a time there was", "right": " a king", "wrong": " 17%"},
     {"text": "She opened the door and saw an old", "right": " woman", "wrong": " of the of"},
+)
+TINY = Path(specjax.__file__).parent / "models" / "tiny"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<answer>{% endif %}"
 )
 STORY = "There was once a poor woman who lived in a village, and she had two sons. " * 30
 MODEL_ARGS = {"pretrained": "tiny", "drafter": "qspec", "draft_length": 4}
@@ -183,14 +190,23 @@ def test_until(harness: Any, until: Any) -> None:
     assert len(cut) < len(whole)
 
 
-# A token that holds one of the strings ends the decoding: no time goes into what would be cut.
-def test_tokens_that_hold_a_string_end_the_decoding(harness: Any) -> None:
-    model = _Model().model
-    tokenizer = specjax.load_tokenizer("tiny")
-    stops = set(model._stop_tokens(["\n", "<|endoftext|>"]))
-    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
-    assert stops == {token for token, text in enumerate(texts) if "\n" in text} | {0}
-    assert model._stop_tokens([]) == (0,)
+# Decoding ends with the string, of however many tokens; special tokens show in no text.
+def test_strings_end_the_decoding(harness: Any, monkeypatch: Any) -> None:
+    model = _Model()
+    (whole,) = model.generate("Once upon a time", max_gen_toks=20)
+    seen: list[Any] = []
+
+    def decode(*arguments: Any, **options: Any) -> Any:
+        for number, completion in complete(*arguments, **options):
+            seen.append(completion)
+            yield number, completion
+
+    monkeypatch.setattr("specjax.evaluation.lm_eval.complete", decode)
+    end = whole[4:12]
+    assert len(specjax.load_tokenizer("tiny").encode(end)) > 1
+    assert model.generate("Once upon a time", until=[end], max_gen_toks=20) == [whole[:4]]
+    assert int(seen[0].stats.generated) < 10
+    assert model.model._stop_tokens(["\n", "<|endoftext|>"]) == (0,)
 
 
 # A context that is too long keeps its last tokens, and an empty one begins with the end of a text.
@@ -225,14 +241,30 @@ def test_unknown_generation_arguments(harness: Any) -> None:
         _Model().generate("a", repetition_penalty=1.3)
 
 
-def test_chat_templates_are_refused(harness: Any, tasks: Path) -> None:
+# The context of a request is what the template makes of it; without one nothing is decoded.
+def test_chat_templates(harness: Any, tasks: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no chat template belongs to the tokenizer"):
+        _conversations(harness, tasks, _Model().model)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    model = _Model()
+    model.model._tokenizer = specjax.load_tokenizer(tmp_path)
+    samples = _conversations(harness, tasks, model.model)
+    assert len(samples) == len(QUESTIONS) + 1
+    contexts = [f"<user>{sample['doc']['text']}<answer>" for sample in samples]
+    assert [sample["arguments"][0][0] for sample in samples] == contexts
+    answers = model.generate(*contexts[:2], until=[".", "king said"], max_gen_toks=24)
+    assert [sample["filtered_resps"] for sample in samples[:2]] == [[answer] for answer in answers]
+
+
+def _conversations(harness: Any, tasks: Path, model: Any) -> list[dict[str, Any]]:
     from lm_eval.tasks import TaskManager
 
-    with pytest.raises(ValueError, match="leave --apply_chat_template out"):
-        harness.simple_evaluate(
-            model=_Model().model, tasks=["choice"], apply_chat_template=True,
-            task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-        )  # fmt: skip
+    return harness.simple_evaluate(
+        model=model, tasks=["writing"], apply_chat_template=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )["samples"]["writing"]  # fmt: skip
 
 
 def test_options() -> None:

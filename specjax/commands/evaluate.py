@@ -64,6 +64,7 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="only the first items of each task")
     add("--shots", type=int, help="worked examples before each question")
     add("--max-new-tokens", type=int, help="per answer; the task's own number if left out")
+    add("--chat", action="store_true", help="put questions into the model's chat template")
     add("--json", type=Path, help="write the numbers to this file")
 
 
@@ -192,7 +193,7 @@ def _row_numbers(row: Row) -> dict[str, Any]:
 def _task_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "rows": options.batch, "limit": options.limit, "shots": options.shots,
-        "max_new_tokens": options.max_new_tokens,
+        "max_new_tokens": options.max_new_tokens, "chat": options.chat,
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("text", help="the text to continue")
     add_model(parser)
+    add("--chat", action="store_true", help="put the text into the model's chat template")
     add("--max-new-tokens", type=int, default=128)
     add_quantize(parser)
     add_drafter(parser)
@@ -45,7 +46,7 @@ def _generate(options: argparse.Namespace) -> None:
     params, original = load_target(options)
     tokenizer = specjax.load_tokenizer(options.model)
     drafter = make_drafter(options, params, original)
-    prompt = tokenizer.encode(options.text)
+    prompt = _prompt(options, tokenizer)
     sampling = _sampling(options)
     first = begun = time.perf_counter()
     rounds = stream(
@@ -70,6 +71,14 @@ def _generate(options: argparse.Namespace) -> None:
     print(f"\n\n{_summary(seen, seconds, first - begun)}")
     if options.trace:
         print(_legend())
+
+
+def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The text's tokens; as a question, if it is put to a chat model."""
+    if not options.chat:
+        return tokenizer.encode(options.text)
+    text = tokenizer.chat([{"role": "user", "content": options.text}])
+    return tokenizer.encode(text, special_tokens=False)
 
 
 def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Choice, ChoiceTask, Question, Task, TextTask, WrittenTask
 from specjax.params import Params
-from specjax.text import TextStream, Tokenizer
+from specjax.text import StopStrings, TextStream, Tokenizer
 
 _COUNTS = ("rounds", "drafted", "tested", "accepted", "generated")
 _AHEAD = 4  # batches of likelihoods between two records on disk
@@ -91,6 +92,7 @@ def evaluate(
     max_new_tokens: int | None = None,
     activation: str = "a16",
     cache_bits: int = 16,
+    chat: bool = False,
     out: str | Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[TaskResult]:
@@ -102,12 +104,14 @@ def evaluate(
       tasks: names of tasks, of `specjax.evaluation.TASKS`.
       data: the folder of their files; docs/evaluation.md says what it holds.
       drafter: how written answers are drafted; default QSpec().
-      rows: prompts that are decoded at a time, and texts per pass.
+      rows: prompts that are decoded at a time, and texts per pass; under a mesh a multiple of its
+        data axis.
       limit: only the first items of each task (windows, of a text); None: all.
       shots: worked examples before the questions of tasks that have them; None: what is customary.
       max_new_tokens: most tokens per answer; None: the tasks' own numbers.
       activation: activation precision of the model itself. "a8" and "a4" are without a drafter.
-      cache_bits: bits per KV cache entry where answers are written: 16, 8 or 4.
+      cache_bits: bits per KV cache entry: 16, 8 or 4.
+      chat: put what is to be answered into the tokenizer's chat template.
       out: a file of results, which a killed run is taken up from; see `specjax.evaluation.runs`.
       progress: called after every item.
 
@@ -125,21 +129,23 @@ def evaluate(
             f'drafter goes with activation "a16", got {activation!r}: low precision has no verifier'
         )
     check_activation(activation)
+    if chat and not hasattr(tokenizer, "chat"):
+        raise ValueError(f"chat needs a tokenizer of specjax.load_tokenizer, got {tokenizer!r}")
     for name, value in (("rows", rows), ("limit", limit), ("max_new_tokens", max_new_tokens)):
         if value is not None and check_integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     chosen = _find(tasks)
     if drafter is None:
         drafter = QSpec() if activation == "a16" else Autoregressive()
-    run = _Run(params, tokenizer, drafter, rows, max_new_tokens, activation, cache_bits)
+    run = _Run(params, tokenizer, drafter, rows, max_new_tokens, activation, cache_bits, chat)
     items = {task.name: _items(run, task, Path(data), shots)[:limit] for task in chosen}
     settings = {}
     if out is not None:  # naming a model reads all of it
         settings = {
             "tasks": [task.name for task in chosen], "limit": limit, "shots": shots,
             "max_new_tokens": max_new_tokens, "activation": activation, "cache_bits": cache_bits,
-            "drafter": f"{type(drafter).__name__} {digest(drafter)}", "model": digest(params),
-            "data": hashlib.sha256(repr(items).encode()).hexdigest()[:12],
+            "chat": chat, "drafter": f"{type(drafter).__name__} {digest(drafter)}",
+            "model": digest(params), "data": hashlib.sha256(repr(items).encode()).hexdigest()[:12],
         }  # fmt: skip
     with Results(None if out is None else Path(out), settings) as results:
         found = [_evaluate(run, task, items[task.name], results, progress) for task in chosen]
@@ -151,18 +157,20 @@ class _Run(NamedTuple):
     """What all tasks have in common."""
 
     params: Params
-    tokenizer: Tokenizer
+    tokenizer: Any
     drafter: Drafter
     rows: int
     max_new_tokens: int | None
     activation: str
     cache_bits: int
+    chat: bool
 
 
 class _Prompt(NamedTuple):
-    """A question in the model's tokens."""
+    """A question in the model's tokens. turns: questions and answers up to this question."""
 
     question: Question
+    turns: list[str]
     tokens: list[int]
 
     @property
@@ -190,20 +198,46 @@ def _find(names: Sequence[str]) -> list[Task]:
 
 
 def _items(run: _Run, task: Task, data: Path, shots: int | None) -> list[Any]:
-    encode = run.tokenizer.encode
     if isinstance(task, WrittenTask):
-        return [_Prompt(item, encode(item.prompt)) for item in task.items(data, shots)]
+        return [_prompt(run, task, item, [item.prompt]) for item in task.items(data, shots)]
     if isinstance(task, ChoiceTask):
         return [
             _Pairs(item.id, [_split(run.tokenizer, *pair) for pair in item.options], item)
             for item in task.items(data)
         ]
-    tokens = encode(read_text(data / task.file))
+    tokens = run.tokenizer.encode(read_text(data / task.file))
     width = min(task.window, run.params.config.max_position_embeddings)
     windows = [tokens[start : start + width] for start in range(0, len(tokens) - 1, width)]
     if not windows:
         raise ValueError(f"{data / task.file} holds no text of at least two tokens")
     return [_Pairs(str(i), [(part[:1], part[1:])]) for i, part in enumerate(windows)]
+
+
+def _prompt(run: _Run, task: WrittenTask, question: Question, turns: list[str]) -> _Prompt:
+    """The last of some turns, to be answered."""
+    if not run.chat:
+        return _Prompt(question, turns, run.tokenizer.encode(task.plain(turns)))
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    text = run.tokenizer.chat(messages)
+    return _Prompt(question, turns, run.tokenizer.encode(text, special_tokens=False))
+
+
+def _later(run: _Run, task: Task, items: list[Any], results: Results) -> list[_Prompt]:
+    """The next questions of conversations, now that these are answered."""
+    prompts = []
+    for item in items:
+        later = item.question.later if isinstance(item, _Prompt) else ()
+        answer = results.records[task.name, item.id].get("text")
+        if later and answer is not None:
+            assert isinstance(task, WrittenTask)
+            first = item.id if len(item.turns) == 1 else item.id.rpartition("/")[0]
+            turns = [*item.turns, answer, later[0]]
+            question = dataclasses.replace(
+                item.question, id=f"{first}/{len(turns) // 2 + 1}", later=later[1:]
+            )
+            prompts.append(_prompt(run, task, question, turns))
+    return prompts
 
 
 def _split(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
@@ -222,21 +256,26 @@ def _evaluate(
     results: Results,
     progress: Callable[[Progress], None] | None,
 ) -> TaskResult:
-    missing = [item for item in items if (task.name, item.id) not in results.records]
-    state = Progress(task.name, len(items) - len(missing), len(items))
+    later = sum(len(item.question.later) for item in items if isinstance(item, _Prompt))
+    done = sum(name == task.name for name, _ in results.records)
+    state = Progress(task.name, done, len(items) + later)
     begun = time.perf_counter()
-    for record in _records(run, task, missing):
-        results.add({"task": task.name, **record})
-        state = state._replace(
-            done=state.done + 1,
-            generated=state.generated + record.get("generated", 0),
-            drafted=state.drafted + record.get("drafted", 0),
-            accepted=state.accepted + record.get("accepted", 0),
-            seconds=time.perf_counter() - begun,
-        )
-        if progress is not None:
-            progress(state)
-    records = tuple(results.records[task.name, item.id] for item in items)
+    records: tuple[Record, ...] = ()
+    while items:
+        missing = [item for item in items if (task.name, item.id) not in results.records]
+        for record in _records(run, task, missing):
+            results.add({"task": task.name, **record})
+            state = state._replace(
+                done=state.done + 1,
+                generated=state.generated + record.get("generated", 0),
+                drafted=state.drafted + record.get("drafted", 0),
+                accepted=state.accepted + record.get("accepted", 0),
+                seconds=time.perf_counter() - begun,
+            )
+            if progress is not None:
+                progress(state)
+        records += tuple(results.records[task.name, item.id] for item in items)
+        items = _later(run, task, items, results)
     answered = [record for record in records if "error" not in record]
     metrics = _metrics(task, answered) if answered else {}
     return TaskResult(task.name, metrics, len(records) - len(answered), records, state)
@@ -252,9 +291,10 @@ def _records(run: _Run, task: Task, items: list[Any]) -> Iterator[Record]:
 def _written(run: _Run, task: WrittenTask, items: list[_Prompt]) -> Iterator[Record]:
     prompts = [item.tokens for item in items]
     length = task.max_new_tokens if run.max_new_tokens is None else run.max_new_tokens
+    stop_when = StopStrings(run.tokenizer, prompts, task.stops) if task.stops else None
     finished = complete(
         run.params, prompts, drafter=run.drafter, rows=run.rows, max_new_tokens=length,
-        cache_bits=run.cache_bits, activation=run.activation,
+        cache_bits=run.cache_bits, activation=run.activation, stop_when=stop_when,
     )  # fmt: skip
     for index, completion in finished:
         yield _answer(run, task, items[index], completion)
@@ -286,7 +326,10 @@ def _scored(run: _Run, items: list[_Pairs]) -> Iterator[Record]:
     for first in range(0, len(fitting), _AHEAD * run.rows):
         some = fitting[first : first + _AHEAD * run.rows]
         pairs = [pair for item in some for pair in item.pairs]
-        found = iter(log_likelihoods(run.params, pairs, rows=run.rows, activation=run.activation))
+        scores = log_likelihoods(
+            run.params, pairs, rows=run.rows, activation=run.activation, cache_bits=run.cache_bits
+        )
+        found = iter(scores)
         for item in some:
             yield _likelihoods(item, [next(found)[0] for _ in item.pairs])
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import check_activation
+from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.config import ModelConfig
 from specjax.evaluation.scoring import judge
 from specjax.kv_cache import KVCache
+from specjax.parallel import DATA, blank_rows, check_rows, on_mesh, readable
 from specjax.params import Params
 from specjax.transformer import forward
 
@@ -36,6 +38,7 @@ def log_likelihoods(
     *,
     rows: int = 8,
     activation: str = "a16",
+    cache_bits: int = 16,
     max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[float, bool]]:
@@ -45,8 +48,9 @@ def log_likelihoods(
       params: the model.
       pairs: token ids of every context and of its continuation, at least one each. Where both
         together are longer than the model can read, the context loses its first tokens.
-      rows: pairs per pass.
+      rows: pairs per pass; under a mesh a multiple of its data axis.
       activation: activation precision, "a16", "a8" or "a4".
+      cache_bits: bits per KV cache entry: 16, 8 or 4.
       max_length: most tokens that the model reads of a pair (it reads all but the last one); None:
         its number of positions.
       progress: called with the pairs done and the pairs in all.
@@ -60,16 +64,20 @@ def log_likelihoods(
         continuation longer than `max_length`; or an argument is out of its range.
     """
     check_activation(activation)
+    check_cache_bits(cache_bits)
     if check_integer("rows", rows) < 1:
         raise ValueError(f"rows must be at least 1, got {rows}")
+    check_rows(params.mesh, rows)
     longest = _check_max_length(max_length, params.config)
     items = [_item(index, *pair, longest, params.config) for index, pair in enumerate(pairs)]
     order = sorted(range(len(items)), key=lambda index: len(items[index].tokens))
     results: dict[int, tuple[float, bool]] = {}
-    rows = min(rows, len(items))
+    shards = 1 if params.mesh is None else params.mesh.shape[DATA]
+    rows = min(rows, -(-len(items) // shards) * shards)
     for first in range(0, len(items), max(rows, 1)):
         chosen = order[first : first + rows]
-        batch = _read_batch(params, [items[index] for index in chosen], rows, activation)
+        some = [items[index] for index in chosen]
+        batch = _read_batch(params, some, rows, activation, cache_bits)
         results |= zip(chosen, batch, strict=True)
         if progress is not None:
             progress(len(results), len(items))
@@ -83,6 +91,7 @@ def rolling_log_likelihoods(
     prefix: int,
     rows: int = 8,
     activation: str = "a16",
+    cache_bits: int = 16,
     max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
@@ -95,7 +104,7 @@ def rolling_log_likelihoods(
       params: the model.
       texts: token ids of every text.
       prefix: the token that the first one of a text is predicted from.
-      rows, activation, max_length: as for `log_likelihoods`.
+      rows, activation, cache_bits, max_length: as for `log_likelihoods`.
       progress: called with the windows done and the windows in all.
 
     Returns:
@@ -112,8 +121,9 @@ def rolling_log_likelihoods(
             pairs.append((whole[:start], whole[start : start + longest]))
             owners.append(index)
     scores = log_likelihoods(
-        params, pairs, rows=rows, activation=activation, max_length=longest, progress=progress
-    )
+        params, pairs, rows=rows, activation=activation, cache_bits=cache_bits, max_length=longest,
+        progress=progress,
+    )  # fmt: skip
     sums: list[list[float]] = [[] for _ in texts]
     for owner, (nats, _) in zip(owners, scores, strict=True):
         sums[owner].append(nats)
@@ -129,7 +139,7 @@ class _Item(NamedTuple):
 
 
 def _read_batch(
-    params: Params, items: Sequence[_Item], rows: int, activation: str
+    params: Params, items: Sequence[_Item], rows: int, activation: str, cache_bits: int
 ) -> list[tuple[float, bool]]:
     """Reads at most `rows` items chunk by chunk, up to the end of the longest one."""
     lengths = np.array([len(item.tokens) for item in items])
@@ -140,12 +150,14 @@ def _read_batch(
     begins = lengths - [item.scored for item in items]
     log_probs = np.zeros((rows, width + 1), np.float32)
     best = np.zeros((rows, width + 1), np.int32)
-    cache = KVCache.create(params.config, rows, _capacity(width))
+    create = partial(KVCache.create, params.config, rows, _capacity(width), cache_bits)
+    cache = blank_rows(create, params.mesh)
     for start in range(0, width, _CHUNK):
         end = start + _CHUNK
         wanted = bool(np.any((begins <= end) & (lengths > start + 1)))
         scores, cache = _read_chunk(params, tokens[:, start : end + 1], cache, activation, wanted)
         if scores is not None:
+            scores = readable(scores, params.mesh)
             log_probs[:, start + 1 : end + 1], best[:, start + 1 : end + 1] = scores
     results = []
     for row, (begin, end) in enumerate(zip(begins, lengths, strict=True)):
@@ -163,11 +175,15 @@ def _read_chunk(
     Returns the scores of tokens[:, 1:], f32[B, T] and int32[B, T] as `judge` gives them, if they
     are wanted; and the cache with tokens[:, :-1] in it.
     """
-    read = tokens[:, :-1]
-    positions = cache.lengths[:, None] + jnp.arange(read.shape[1])
-    logits, cache = forward(params, read, positions, cache, activation=activation)
-    cache = cache.with_lengths(cache.lengths + read.shape[1])
-    return judge(logits, tokens[:, 1:]) if wanted else None, cache
+
+    def read(params: Params, tokens: jax.Array, cache: KVCache) -> Any:
+        known = tokens[:, :-1]
+        positions = cache.lengths[:, None] + jnp.arange(known.shape[1])
+        logits, cache = forward(params, known, positions, cache, activation=activation)
+        cache = cache.with_lengths(cache.lengths + known.shape[1])
+        return judge(logits, tokens[:, 1:]) if wanted else None, cache
+
+    return on_mesh(read, params.mesh, (params,), (tokens, cache))
 
 
 def _capacity(width: int) -> int:

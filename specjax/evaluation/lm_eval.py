@@ -8,7 +8,6 @@ drafter that is asked for; likelihoods are the target's own, as no drafter takes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from specjax.drafting import Drafter
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
 from specjax.params import Params
 from specjax.sampling import Sampling
-from specjax.text import TextStream
+from specjax.text import StopStrings, TextStream
 
 if TYPE_CHECKING:
     from checkpoints_tools.tokenizer import Tokenizer
@@ -32,7 +31,7 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p",
 
 
 class SpecjaxLM(TemplateLM):
-    """Answers the harness's three kinds of requests. Chat templates are not supported.
+    """Answers the harness's three kinds of requests, with chat templates where it asks for them.
 
     Args:
       params: the model.
@@ -41,7 +40,7 @@ class SpecjaxLM(TemplateLM):
       rows: texts per pass.
       max_length: most tokens of a text that are read; None: the model's number of positions. Of a
         longer context the last tokens are kept.
-      cache_bits: bits per KV cache entry where text is generated: 16, 8 or 4.
+      cache_bits: bits per KV cache entry: 16, 8 or 4.
       seed: of the sampling, where a task samples.
     """
 
@@ -94,8 +93,8 @@ class SpecjaxLM(TemplateLM):
         pairs = [(context, continuation) for _, context, continuation in requests]
         with _Bar("loglikelihood", disable_tqdm) as bar:
             scores = log_likelihoods(
-                self._params, pairs, rows=self._rows, max_length=self._max_length,
-                progress=bar.show,
+                self._params, pairs, rows=self._rows, cache_bits=self._cache_bits,
+                max_length=self._max_length, progress=bar.show,
             )  # fmt: skip
         for request, result in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], result)
@@ -109,7 +108,7 @@ class SpecjaxLM(TemplateLM):
         with _Bar("loglikelihood_rolling", disable_tqdm) as bar:
             sums = rolling_log_likelihoods(
                 self._params, texts, prefix=self.prefix_token_id, rows=self._rows,
-                max_length=self._max_length, progress=bar.show,
+                cache_bits=self._cache_bits, max_length=self._max_length, progress=bar.show,
             )  # fmt: skip
         for request, result in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
@@ -142,16 +141,19 @@ class SpecjaxLM(TemplateLM):
             )
         encoded = (self.tok_encode(context) or [self.prefix_token_id] for context in contexts)
         prompts = [tokens[-room:] for tokens in encoded]
+        until = setting.until
+        stop_when = StopStrings(self._tokenizer, prompts, until) if until else None
         for number, completion in complete(
             self._params, prompts, rows=self._rows, max_new_tokens=setting.max_new_tokens,
             drafter=self._drafter, sampling=setting.sampling,
             key=None if setting.sampling is None else self._key,
-            stop_tokens=self._stop_tokens(setting.until), cache_bits=self._cache_bits,
+            stop_tokens=self._stop_tokens(until), cache_bits=self._cache_bits,
+            stop_when=stop_when,
         ):  # fmt: skip
             if completion.error is not None:
                 raise ValueError(completion.error)
             new = completion.tokens[len(prompts[number]) :].tolist()
-            yield number, self._text(prompts[number], new, setting.until)
+            yield number, self._text(prompts[number], new, until)
 
     def _text(self, prompt: Sequence[int], new: list[int], until: Sequence[str]) -> str:
         """The text of new tokens, up to the first of the strings."""
@@ -162,28 +164,29 @@ class SpecjaxLM(TemplateLM):
         return min((text.split(end, 1)[0] for end in until), key=len, default=text)
 
     def _stop_tokens(self, until: Sequence[str]) -> tuple[int, ...]:
-        """The model's own, and those that hold one of the strings: what follows would be cut."""
-        ends = [end.encode() for end in until]
-        holding = (
-            token
-            for token, text in enumerate(self._vocabulary[: self._params.config.vocab_size])
-            if any(end in text for end in ends)
-        )
-        return tuple(dict.fromkeys((*self._params.config.stop_tokens, *holding)))
-
-    @functools.cached_property
-    def _vocabulary(self) -> list[bytes]:
-        """By id, the bytes of a token; of a special one, those of its name."""
-        try:
-            entries = self._tokenizer.vocabulary()
-        except ValueError:  # unknown; then texts are generated to their end and cut
-            return []
-        return [each.encode() if isinstance(each, str) else each or b"" for each in entries]
+        """The model's own, and special ones that are named: a text does not show them."""
+        named = (token for name, token in self._tokenizer.special_tokens().items() if name in until)
+        return tuple(dict.fromkeys((*self._params.config.stop_tokens, *named)))
 
     @property
     def tokenizer_name(self) -> str:
-        """Asked for only where chat templates are to be applied. Raises ValueError."""
-        raise ValueError("specjax applies no chat templates: leave --apply_chat_template out")
+        """What tells this tokenizer's requests from another's, where the harness keeps them."""
+        return repr(self._tokenizer)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template in Jinja, for the harness's records. Only the checkpoint's own one."""
+        if isinstance(chat_template, str):
+            raise ValueError(
+                f"apply_chat_template must be True or False, got {chat_template!r}: specjax knows "
+                "the checkpoint's own template alone"
+            )
+        return self._tokenizer.chat_template if chat_template else ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the model was trained to read it."""
+        return self._tokenizer.chat(chat_history, answer=add_generation_prompt)
 
 
 class _Setting(NamedTuple):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.reference import map_row_tiles
 from specjax.kv_cache import KVCache
+from specjax.parallel import check_rows, on_mesh
 from specjax.params import Params
 from specjax.sampling import greedy
 from specjax.transformer import forward
@@ -22,7 +23,8 @@ def score(
 
     Args:
       params: the model.
-      tokens: int32[B, T], T at least 2; rows may be padded on the right.
+      tokens: int32[B, T], T at least 2; rows may be padded on the right. Under a mesh B is one, or
+        a multiple of its data axis.
       activation: activation precision, "a16", "a8" or "a4".
       cache_bits: bits per KV cache entry: 16, 8 or 4.
 
@@ -30,11 +32,17 @@ def score(
       Natural log-probabilities of tokens[:, 1:], f32[B, T - 1], and the most probable token at each
       of these places, int32[B, T - 1].
     """
-    rows, width = tokens.shape
-    cache = KVCache.create(params.config, rows, width, cache_bits)
-    positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
-    logits, _ = forward(params, tokens[:, :-1], positions, cache, activation=activation)
-    return judge(logits, tokens[:, 1:])
+    if tokens.shape[0] > 1:
+        check_rows(params.mesh, tokens.shape[0])
+
+    def read(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, width = tokens.shape
+        cache = KVCache.create(params.config, rows, width, cache_bits, params.num_kv_heads)
+        positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
+        logits, _ = forward(params, tokens[:, :-1], positions, cache, activation=activation)
+        return judge(logits, tokens[:, 1:])
+
+    return on_mesh(read, params.mesh, (params,), (tokens,))
 
 
 def judge(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -71,7 +71,7 @@ def fidelity_rows(
       drafter: of the line QSpec; default QSpec(activation="a4"), the paper's.
       out: a folder for the files of results, one per line of the table.
       progress: called with the method after every item.
-      options: the others of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits.
+      options: the others of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits, chat.
 
     Yields:
       A line as soon as it is measured.

@@ -7,7 +7,7 @@ finds one the most likely; a `TextTask` is a text whose perplexity is wanted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,16 @@ from specjax.evaluation.json_lines import Line, read_lines
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt to continue. reference: what the task's judge compares the answer with."""
+    """A prompt to continue.
+
+    reference: what the task's judge compares the answer with.
+    later: what is asked in turn, once the questions before are answered.
+    """
 
     id: str
     prompt: str
     reference: Any = None
+    later: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class WrittenTask:
     metric: what the share of correct answers is called; None where only speed is measured.
     max_new_tokens: per answer.
     stops: texts that end an answer; what follows is the beginning of another question.
+    frame: how a question reads where it is not put to a chat model; it stands for "{}".
     shots: worked examples before every question.
     examples: the folder of data and their number to the text of the examples.
     """
@@ -62,6 +68,7 @@ class WrittenTask:
     metric: str | None
     max_new_tokens: int
     stops: tuple[str, ...] = ()
+    frame: str = "{}"
     shots: int = 0
     examples: Callable[[Path, int], str] | None = None
 
@@ -78,6 +85,15 @@ class WrittenTask:
             dataclasses.replace(item, prompt=examples + item.prompt)
             for item in _read(data / self.file, self.read)
         ]
+
+    def plain(self, turns: Sequence[str]) -> str:
+        """Questions and answers by turns as one text, which the next answer continues."""
+        text = ""
+        for number, turn in enumerate(turns):
+            asked = number % 2 == 0
+            text += "\n\n" if asked and text else ""
+            text += self.frame.replace("{}", turn) if asked else turn
+        return text
 
     def cut(self, text: str) -> str:
         """An answer without what follows the first of `stops`."""
