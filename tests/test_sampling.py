@@ -12,7 +12,7 @@ from scipy import stats
 
 import specjax
 from specjax.acceptance import greedy_match, rejection_sample
-from specjax.sampling import greedy, probabilities
+from specjax.sampling import draw, greedy, probabilities
 from tests.random_models import CONFIG, quantized_model
 
 
@@ -54,6 +54,51 @@ def test_probabilities_by_the_book(sampling: specjax.Sampling) -> None:
     for row, expected in zip(got, (_reference(row, sampling) for row in logits), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-6)
         np.testing.assert_array_equal(row > 0, expected > 0)
+
+
+# Over several blocks of a vocabulary, the last of them not full; many logits are equal.
+@pytest.mark.parametrize("vocabulary", [300, 1024])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        specjax.Sampling(top_k=1),
+        specjax.Sampling(top_k=50),
+        specjax.Sampling(top_k=299),
+        specjax.Sampling(top_p=0.37),
+        specjax.Sampling(top_k=200, top_p=0.9),
+    ],
+    ids=repr,
+)
+def test_equal_logits_are_kept_by_their_ids(sampling: specjax.Sampling, vocabulary: int) -> None:
+    logits = np.random.default_rng(1).integers(-3, 4, (4, vocabulary)).astype(np.float32)
+    logits[1] = 0
+    logits[2, ::3] = -np.inf
+    got = np.asarray(jax.jit(lambda x: probabilities(x, sampling))(logits))
+    for row, expected in zip(got, (_reference(row, sampling) for row in logits), strict=True):
+        differing = np.flatnonzero((row > 0) != (expected > 0))
+        assert len(differing) <= (sampling.top_p is not None), (
+            "the last may be a matter of rounding"
+        )
+        if not len(differing):
+            np.testing.assert_allclose(row, expected, atol=1e-6)
+
+
+def test_draws_follow_their_weights() -> None:
+    """Of any sum, in any block; what has none is never drawn, not even after all the others."""
+    rng = np.random.default_rng(0)
+    weights = np.where(rng.random(700) < 0.1, rng.gamma(0.5, size=700), 0)
+    weights[:130] = weights[600:] = 0
+    keys = jax.random.split(jax.random.key(2), 40_000)
+    tokens = jax.jit(draw)(keys, jnp.broadcast_to(jnp.float32(weights), (len(keys), 700)))
+    counts = np.bincount(tokens, minlength=700)
+    assert counts[weights == 0].sum() == 0
+    expected = len(keys) * weights / weights.sum()
+    many = expected > 10
+    assert many.sum() > 30
+    observed = [*counts[many], counts[~many].sum()]
+    assert stats.chisquare(observed, [*expected[many], expected[~many].sum()]).pvalue > 1e-4
+    one = jnp.zeros((3, 130)).at[:, 129].set(1e-30)
+    np.testing.assert_array_equal(draw(keys[:3], one), 129)
 
 
 # greedy(logits) is argmax: the first of equals; any vocabulary.
