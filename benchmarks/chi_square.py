@@ -1,9 +1,10 @@
 """Do sampled texts have exactly the target's distribution? 100,000 of them per drafter.
 
-The first three tokens after a real prompt are counted. The target's own logits give the
-probability of every such text; `min_p` keeps them to a few hundred, and rare ones are counted
-together. Chi-square's p-value is uniform in 0 … 1 where the counts follow the probabilities: one
-below 0.001 / (number of drafters) counts as a failure.
+The first three tokens after a prompt are counted: real text, what the model writes after it, and
+the text again, so that drafters without a model have something to guess from. The target's own
+logits give the probability of every such text; `min_p` keeps them to a few thousand, and rare ones
+are counted together. Chi-square's p-value is uniform in 0 … 1 where the counts follow the
+probabilities: one below 0.001 / (number of drafters) counts as a failure.
 
     python -m benchmarks.chi_square --draft DIRECTORY --json benchmarks/results/chi_square.json
 """
@@ -23,35 +24,50 @@ from tqdm import tqdm
 import specjax
 from benchmarks.common import parser, table, text_prompts, write
 from benchmarks.drafter_table import model_drafters
-from specjax import Drafter, LayerSkip, Params, Sampling
+from specjax import (
+    Combined,
+    Datastore,
+    Drafter,
+    DraftModel,
+    LayerSkip,
+    Lookahead,
+    MultiLevel,
+    NGram,
+    Params,
+    PromptLookup,
+    Retrieval,
+    Sampling,
+    Spectra,
+)
 from specjax.kv_cache import KVCache
 from specjax.sampling import probabilities
 from specjax.transformer import forward
 
 PLACES = 3
-SAMPLING = Sampling(temperature=0.9, min_p=0.1, repetition_penalty=1.1)
+SAMPLING = Sampling(temperature=1.5, min_p=0.03, repetition_penalty=1.1)
 EXPECTED = 10  # rarer texts than this are counted together
 
 
 def main() -> int:
     options = _options()
     params = specjax.load(options.model)
-    text = text_prompts(options.data, "prose", 1)[0]
-    prompt = specjax.load_tokenizer(options.model).encode(text)[: options.prompt]
+    prompt = _prompt(params, options)
     layers = tuple(i for i in range(params.config.num_layers) if i % 4 != 3)
     drafters = model_drafters(params, specjax.load(options.draft), LayerSkip(layers))
     integers = specjax.quantize(params)
     cases = {"plain": (params, specjax.Autoregressive())}
     cases |= {name: (params, drafter) for name, drafter in drafters.items()}
     cases |= {"QSpec, 4-bit target": (integers, specjax.QSpec(3, "a4"))}
+    cases |= {name: (params, drafter) for name, drafter in text_drafters(params, prompt).items()}
     cases = {name: cases[name] for name in options.drafters or cases}
     exact = {id(target): text_probabilities(target, prompt) for target in (params, integers)}
     rows = []
     for name, (target, drafter) in tqdm(cases.items(), file=sys.stderr):
         texts = sampled_texts(target, prompt, drafter, options)
-        rows.append({"drafter": name, **compare(texts, exact[id(target)])})
+        result = compare(texts, exact[id(target)])
+        rows.append({"model": options.model, "drafter": name, **result})
+        write(options.json, rows)
     print(table(rows, list(rows[0])))
-    write(options.json, [{"model": options.model, **row} for row in rows])
     wrong = [row for row in rows if row["impossible"] or row["p_value"] < 1e-3 / len(rows)]
     return 1 if wrong else 0
 
@@ -64,8 +80,34 @@ def _options() -> Any:
     add("--drafters", nargs="+", help="names, such as 'two levels'; all of them if not given")
     add("--samples", type=int, default=100_000)
     add("--rows", type=int, default=500, help="samples per batch")
-    add("--prompt", type=int, default=12, help="tokens of the prompt")
+    add("--prompt", type=int, default=3, help="tokens of real text")
     return parse.parse_args()
+
+
+def _prompt(params: Params, options: Any) -> list[int]:
+    text = text_prompts(options.data, "arithmetic", 1)[0]
+    first = specjax.load_tokenizer(options.model).encode(text)[: options.prompt]
+    likely: tuple[int, ...] = ()
+    for _ in range(3):  # what is likely depends on what stands before
+        texts = text_probabilities(params, [*first, *likely, *first])
+        likely = max(texts, key=texts.__getitem__)
+    return [*first, *likely, *first]
+
+
+def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
+    """Drafts without a model; the datastore holds the prompt, as if others had written it."""
+    datastore = Datastore.create([np.array(prompt)] * 2, params.config.vocab_size)
+    core = Spectra(window=2, guesses=2)
+    cast = specjax.quantize(params, "mxfp4", lm_head=True)
+    return {
+        "prompt lookup": PromptLookup(4),
+        "ANPD": NGram(4),
+        "Lookahead, W = G = 2": Lookahead(window=2, guesses=2),
+        "CORE, W = G = 2": core,
+        "retrieval": Retrieval(datastore),
+        "SPECTRA": Combined(core, Retrieval(datastore)),
+        "MXFP4 cast, CORE below": MultiLevel(DraftModel(cast, 4, share_cache=True), core),
+    }
 
 
 def text_probabilities(params: Params, prompt: list[int]) -> dict[tuple[int, ...], float]:
