@@ -17,6 +17,7 @@ from tokenizers import decoders, models
 import specjax
 from checkpoints_tools.loading import SHIPPED_PATH
 from specjax.cli import main
+from specjax.commands.lm_eval import read_options
 from specjax.params import Params
 from tests.random_models import quantized_model
 
@@ -76,7 +77,7 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
     [
         "--draft mxfp4 --share-cache --draft-length 4",
         "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
-        "--draft mxfp4 --draft spectra --draft-length 6",
+        "--draft mxfp4 --draft ngram --draft-length 6",
     ],
 )
 def test_draft_models_do_not_change_the_text(options, capsys) -> None:
@@ -100,16 +101,18 @@ def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path
         "autoregressive",
         "layer-skip --layers 0 --activation a8",
         "layer-skip --layers 0 --draft retrieval --draft-length 4 --datastore " + store,
-        "prompt-lookup --draft-length 3",
-        "ngram",
-        "lookahead",
-        "spectra",
-        "retrieval --datastore " + store,
         "spectra --datastore " + store,
     ):
         assert main([*command, *options.split()]) == 0
         texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0])
     assert len(set(texts)) == 1
+    for options, drafter in (
+        ({"drafter": "prompt-lookup", "draft_length": 3}, specjax.PromptLookup(3)),
+        ({"drafter": "ngram"}, specjax.NGram()),
+        ({"drafter": "lookahead"}, specjax.Lookahead()),
+        ({"drafter": "spectra"}, specjax.Spectra()),
+    ):
+        assert read_options(**options)["drafter"] == drafter
 
 
 def test_a_draft_with_another_tokenizer_is_translated(capsys, tmp_path) -> None:

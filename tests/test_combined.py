@@ -115,8 +115,7 @@ def _found(name: str) -> Retrieval:
 SPECTRA = Combined(Spectra(3, 2, 2), _found("16 bits"))
 DRAFTERS = {
     "SPECTRA": (WIDE, SPECTRA),
-    "chains": (WIDE, Combined(NGram(3), PromptLookup(4), extra=2)),
-    "three": (WIDE, Combined(Combined(Lookahead(3, 2, 2), NGram(3)), _found("16 bits"), extra=6)),
+    "three": (WIDE, Combined(Combined(Lookahead(3, 2, 2), NGram(3)), PromptLookup(4), extra=2)),
     "below QSpec": (INT4, MultiLevel(QSpec(5), Combined(Spectra(3, 2, 2), _found("4 bits")))),
     "below a cast": (WIDE, MultiLevel(DraftModel(INT4, 5, share_cache=True), SPECTRA)),
 }

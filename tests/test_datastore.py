@@ -32,7 +32,7 @@ def _occurrences(sequences: list[list[int]], query: list[int]) -> int:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(texts, st.integers(1, ORDERED), st.integers(0, 2**31 - 1))
 def test_search_finds_every_occurrence_and_nothing_else(sequences, length, seed) -> None:
     store = Datastore.create([np.array(sequence) for sequence in sequences], VOCABULARY)

@@ -289,7 +289,7 @@ def test_measure_counts_what_decoding_counts() -> None:
     assert [level.acceptance for level in found.levels] == [1, 1]
     assert [level.draft_length for level in found.levels] == [3, 1]
     assert [len(level.measured) for level in found.levels] == [4, 2]
-    assert found.levels[0].verification(0) == 1 and found.draft_cost > 0 and found.seconds > 0
+    assert found.levels[0].verification(0) == 1 and found.seconds > 0
     assert found.speedup == planning.speedup(found.levels, found.draft_cost)
     schedule = found.adaptive()
     assert schedule.row_cost == found.levels[0].row_cost and schedule.draft_cost > 0
