@@ -233,6 +233,17 @@ def _plain(rows: Rows) -> str:
     return table(rows, list(dict.fromkeys(name for row in rows for name in row)))
 
 
+def _by_part(rows: Rows) -> str:
+    """One table per part."""
+    parts = []
+    for name in dict.fromkeys(row["part"] for row in rows):
+        chosen = [
+            {key: row[key] for key in row if key != "part"} for row in rows if row["part"] == name
+        ]
+        parts.append(f"### {name.capitalize()}\n\n{_plain(chosen)}")
+    return "\n\n".join(parts)
+
+
 def _kernels(rows: Rows) -> str:
     """Milliseconds, and the peers' beside them."""
 
@@ -263,7 +274,9 @@ SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
     ("What drafts without a model cost", "drafter_cost", _plain),
     ("Continuous batching", "batching", _plain),
     ("Many devices", "parallel", _plain),
+    ("Choosing a token, milliseconds", "sampling", _plain),
     ("Sampled texts against their exact distribution", "chi_square", _plain),
+    ("Evaluation", "evaluation", _by_part),
     ("Matrix products", "kernels", _kernels),
     ("A decode step of a billion parameters", "decode_step", _plain),
     ("Quantization schemes", "schemes", _plain),
