@@ -81,6 +81,7 @@ def measure(params: Params, drafter: Drafter, batch: int, options: Any) -> dict[
         params, cache, tokens=tokens, lengths=jnp.full(batch, context), drafter=drafter, keys=None,
         sampling=None, max_new_tokens=new, stop_tokens=(),
     )  # fmt: skip
+    state = jax.tree.map(jnp.copy, state)  # `step` takes it over; a drafter's may be shared
 
     @jax.jit
     def propose(drafter: Drafter, state: DecodeState) -> tuple[Proposal, Any]:
