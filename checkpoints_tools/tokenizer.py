@@ -87,9 +87,11 @@ class Tokenizer:
 
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(self._path, local_files_only=True)
-        except (OSError, ValueError, TypeError):  # without a configuration there is no template
-            loaded = None
-        if loaded is None or not isinstance(loaded.chat_template, str):
+        except (OSError, ValueError, TypeError) as error:  # without a configuration, for example
+            raise ValueError(
+                f"no chat template belongs to the tokenizer of {self._path}: {error}"
+            ) from error
+        if not isinstance(loaded.chat_template, str):
             raise ValueError(f"no chat template belongs to the tokenizer of {self._path}")
         return loaded
 

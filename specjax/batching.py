@@ -34,7 +34,7 @@ from specjax.batch_rows import (
 from specjax.checks import check_integer
 from specjax.decoding import check_types, row_keys
 from specjax.drafting import Drafter, QSpec
-from specjax.parallel import DATA, check_rows, readable
+from specjax.parallel import check_rows, readable, whole_rows
 from specjax.params import Params
 from specjax.prompts import check_limits, check_stop_tokens, normalize_prompt
 from specjax.sampling import Sampling
@@ -150,9 +150,8 @@ def complete(
             params, drafter, sampling, max_new_tokens, stops, capacity, cache_bits, activation,
             -(-width // CHUNK) * CHUNK,
         )  # fmt: skip
-        shards = 1 if params.mesh is None else params.mesh.shape[DATA]
-        needed = -(-len(jobs) // shards) * shards
-        yield from _serve(run, jobs, keys, min(rows, needed), len(refused), stop_when, progress)
+        rows = min(rows, whole_rows(params.mesh, len(jobs)))
+        yield from _serve(run, jobs, keys, rows, len(refused), stop_when, progress)
 
 
 def _serve(

@@ -130,6 +130,12 @@ def check_rows(mesh: Mesh | None, rows: int) -> None:
         )
 
 
+def whole_rows(mesh: Mesh | None, rows: int) -> int:
+    """The fewest rows, at least as many as these, that can be divided over the mesh."""
+    shards = 1 if mesh is None else mesh.shape[DATA]
+    return -(-rows // shards) * shards
+
+
 def check_drafter(params: Params, drafter: Any) -> None:
     """Raises ValueError if a drafter has a model that is not where the target is."""
     for model in jax.tree.leaves(drafter, is_leaf=_is_params):

@@ -67,10 +67,22 @@ def generate(
         params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
         sampling=sampling, key=key, stop_tokens=stop_tokens, cache_bits=cache_bits,
     )  # fmt: skip
-    ids = np.asarray(result.tokens)[0, : np.asarray(result.lengths)[0]].tolist()
-    if ids[-1] in (params.config.stop_tokens if stop_tokens is None else stop_tokens):
-        ids.pop()
-    return _continuation(tokenizer, prompt, ids)
+    output = np.asarray(result.tokens)[0, len(prompt) : np.asarray(result.lengths)[0]].tolist()
+    stops = params.config.stop_tokens if stop_tokens is None else stop_tokens
+    return output_text(tokenizer, prompt, output, stops)
+
+
+def output_text(
+    tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], stop_tokens: Sequence[int]
+) -> str:
+    """The text of the tokens that came after a prompt, without a stop token that ends them."""
+    ended = len(output) > 0 and output[-1] in stop_tokens
+    return _continuation(tokenizer, list(prompt), [*prompt, *(output[:-1] if ended else output)])
+
+
+def cut(text: str, strings: Sequence[str]) -> str:
+    """A text up to the first place where one of some strings begins."""
+    return text[: min((i for string in strings if (i := text.find(string)) >= 0), default=None)]
 
 
 @dataclasses.dataclass(frozen=True)

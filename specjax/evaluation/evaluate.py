@@ -28,7 +28,7 @@ from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Choice, ChoiceTask, Question, Task, TextTask, WrittenTask
 from specjax.params import Params
-from specjax.text import StopStrings, TextStream, Tokenizer
+from specjax.text import StopStrings, Tokenizer, output_text
 
 _COUNTS = ("rounds", "drafted", "tested", "accepted", "generated")
 _AHEAD = 4  # batches of likelihoods between two records on disk
@@ -167,7 +167,7 @@ class _Run(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A question in the model's tokens. turns: questions and answers up to this question."""
+    """A turn of a question in the model's tokens. turns: questions and answers up to it."""
 
     question: Question
     turns: list[str]
@@ -175,7 +175,8 @@ class _Prompt(NamedTuple):
 
     @property
     def id(self) -> str:
-        return self.question.id
+        turn = len(self.turns) // 2 + 1
+        return self.question.id if turn == 1 else f"{self.question.id}/{turn}"
 
 
 class _Pairs(NamedTuple):
@@ -223,20 +224,15 @@ def _prompt(run: _Run, task: WrittenTask, question: Question, turns: list[str]) 
     return _Prompt(question, turns, run.tokenizer.encode(text, special_tokens=False))
 
 
-def _later(run: _Run, task: Task, items: list[Any], results: Results) -> list[_Prompt]:
-    """The next questions of conversations, now that these are answered."""
+def _later(run: _Run, task: WrittenTask, items: list[_Prompt], results: Results) -> list[_Prompt]:
+    """The next turns of conversations, now that these are answered."""
     prompts = []
     for item in items:
-        later = item.question.later if isinstance(item, _Prompt) else ()
+        later = item.question.later[len(item.turns) // 2 :]
         answer = results.records[task.name, item.id].get("text")
         if later and answer is not None:
-            assert isinstance(task, WrittenTask)
-            first = item.id if len(item.turns) == 1 else item.id.rpartition("/")[0]
             turns = [*item.turns, answer, later[0]]
-            question = dataclasses.replace(
-                item.question, id=f"{first}/{len(turns) // 2 + 1}", later=later[1:]
-            )
-            prompts.append(_prompt(run, task, question, turns))
+            prompts.append(_prompt(run, task, item.question, turns))
     return prompts
 
 
@@ -275,7 +271,7 @@ def _evaluate(
             if progress is not None:
                 progress(state)
         records += tuple(results.records[task.name, item.id] for item in items)
-        items = _later(run, task, items, results)
+        items = _later(run, task, items, results) if isinstance(task, WrittenTask) else []
     answered = [record for record in records if "error" not in record]
     metrics = _metrics(task, answered) if answered else {}
     return TaskResult(task.name, metrics, len(records) - len(answered), records, state)
@@ -304,9 +300,8 @@ def _answer(run: _Run, task: WrittenTask, item: _Prompt, completion: Completion)
     if completion.error is not None:
         return {"id": item.id, "error": completion.error}
     tokens = completion.tokens[len(item.tokens) :].tolist()
-    ended = tokens[-1] in run.params.config.stop_tokens
-    stream = TextStream(run.tokenizer, item.tokens)
-    text = task.cut(stream.push(tokens[:-1] if ended else tokens) + stream.finish())
+    stop_tokens = run.params.config.stop_tokens
+    text = task.cut(output_text(run.tokenizer, item.tokens, tokens, stop_tokens))
     verdict = task.judge(item.question, text)
     counts = {name: int(getattr(completion.stats, name)) for name in _COUNTS}
     return {"id": item.id, "correct": verdict.correct, "note": verdict.note, **counts,

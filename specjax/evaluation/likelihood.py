@@ -22,7 +22,7 @@ from specjax.checks import check_integer
 from specjax.config import ModelConfig
 from specjax.evaluation.scoring import judge
 from specjax.kv_cache import KVCache
-from specjax.parallel import DATA, blank_rows, check_rows, on_mesh, readable
+from specjax.parallel import blank_rows, check_rows, on_mesh, readable, whole_rows
 from specjax.params import Params
 from specjax.transformer import forward
 
@@ -72,8 +72,7 @@ def log_likelihoods(
     items = [_item(index, *pair, longest, params.config) for index, pair in enumerate(pairs)]
     order = sorted(range(len(items)), key=lambda index: len(items[index].tokens))
     results: dict[int, tuple[float, bool]] = {}
-    shards = 1 if params.mesh is None else params.mesh.shape[DATA]
-    rows = min(rows, -(-len(items) // shards) * shards)
+    rows = min(rows, whole_rows(params.mesh, len(items)))
     for first in range(0, len(items), max(rows, 1)):
         chosen = order[first : first + rows]
         some = [items[index] for index in chosen]

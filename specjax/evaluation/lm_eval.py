@@ -22,7 +22,7 @@ from specjax.drafting import Drafter
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
 from specjax.params import Params
 from specjax.sampling import Sampling
-from specjax.text import StopStrings, TextStream
+from specjax.text import StopStrings, cut, output_text
 
 if TYPE_CHECKING:
     from checkpoints_tools.tokenizer import Tokenizer
@@ -157,11 +157,8 @@ class SpecjaxLM(TemplateLM):
 
     def _text(self, prompt: Sequence[int], new: list[int], until: Sequence[str]) -> str:
         """The text of new tokens, up to the first of the strings."""
-        if new and new[-1] in self._params.config.stop_tokens:
-            new = new[:-1]
-        stream = TextStream(self._tokenizer, prompt)
-        text = stream.push(new) + stream.finish()
-        return min((text.split(end, 1)[0] for end in until), key=len, default=text)
+        stop_tokens = self._params.config.stop_tokens
+        return cut(output_text(self._tokenizer, prompt, new, stop_tokens), until)
 
     def _stop_tokens(self, until: Sequence[str]) -> tuple[int, ...]:
         """The model's own, and special ones that are named: a text does not show them."""

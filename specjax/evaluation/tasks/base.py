@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.evaluation.json_lines import Line, read_lines
+from specjax.text import cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ class WrittenTask:
 
     def cut(self, text: str) -> str:
         """An answer without what follows the first of `stops`."""
-        return text[: min((i for stop in self.stops if (i := text.find(stop)) >= 0), default=None)]
+        return cut(text, self.stops)
 
 
 @dataclasses.dataclass(frozen=True)
