@@ -32,7 +32,7 @@ from pallas_kernels.attention import attention
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
 from specjax.config import ModelConfig
 from specjax.kv_cache import KVCache
-from specjax.params import Layer, Linear, Params, linear_shapes
+from specjax.params import Layer, Linear, Params, linear_shapes, prepack
 from specjax.sampling import greedy
 from specjax.transformer import forward, linear, linears
 
@@ -64,7 +64,7 @@ def random_params(head: str) -> Params:
     )  # fmt: skip
     shape = (CONFIG.vocab_size, CONFIG.hidden_size)
     lm_head = Linear(int4(*shape) if head == "int4" else wide(*shape))
-    return Params(wide(*shape), layers, ones, lm_head, CONFIG)
+    return prepack(Params(wide(*shape), layers, ones, lm_head, CONFIG))
 
 
 @partial(jax.jit, static_argnames=("new_tokens", "activation"), donate_argnames="cache")

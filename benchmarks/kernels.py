@@ -31,7 +31,9 @@ from pallas_kernels.formats import (
     Mxfp4Weight,
     Quantized,
     Weight,
+    plain_values,
 )
+from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
 
 LAYERS = {  # (K, N) of the linear layers, without repetition
@@ -116,6 +118,8 @@ def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
     """Different weights whose bytes together exceed the cache."""
     rng = np.random.default_rng(0)
     first = kernel.make(rng, n, k)
+    if jax.default_backend() == "cpu":
+        first = interleave(first)
     count = max(2, int(CACHE_BYTES[jax.default_backend()] // first.nbytes) + 1)
     return (first, *(jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(count - 1)))
 
@@ -186,7 +190,7 @@ def peers(name: str, kernel: Kernel, rows: int, n: int, k: int) -> Iterator[tupl
                 x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
 
-        plain = tuple(w.bits.view(jnp.bfloat16) for w in weights)
+        plain = tuple(map(plain_values, weights))
         yield "xla", time_chain(product, x, plain)
     backend = jax.default_backend()
     yield from torch_kernels.times(

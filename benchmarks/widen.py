@@ -32,7 +32,7 @@ import numpy as np
 
 from pallas_kernels.formats import Bfloat16Weight, Quantized, plain_values, plain_weight
 from specjax.config import ModelConfig
-from specjax.params import LINEARS, Layer, Linear, Params, linear_shapes
+from specjax.params import LINEARS, Layer, Linear, Params, linear_shapes, prepack
 
 # Llama-3.2-1B, with Llama 2's number of tokens: the small models share a vocabulary of 4096.
 LARGE = {
@@ -72,13 +72,14 @@ def widen(params: Params, *, seed: int = 0, **sizes: int) -> Params:
     _check(params, wide)
     rng = np.random.default_rng(seed)
     places = dict(zip(first_layers(small, wide), params.layers, strict=True))
-    return Params(
+    large = Params(
         embedding=_embedding(params, wide, rng),
         layers=tuple(_layer(places.get(i), small, wide, rng) for i in range(wide.num_layers)),
         final_norm=_norm(params.final_norm, wide, added=1 / _CONSTANT),
         lm_head=None,
         config=wide,
     )
+    return prepack(large)
 
 
 def first_layers(small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from pallas_kernels.formats import (
     plain_values,
     unpack,
 )
+from pallas_kernels.interleave import by_rows
 from specjax import checkpoint
 from specjax.atomic_directory import replacing
 from specjax.params import Params
@@ -197,6 +198,7 @@ def _tensors(name: str, weight: Weight) -> dict[str, np.ndarray]:
     """The tensors of a weight by their names in the file."""
     if not isinstance(weight, Quantized):
         return {name: np.asarray(plain_values(weight))}
+    weight = by_rows(weight)
     parts = _codes(weight) if isinstance(weight, Mxfp4Weight) else _integers(weight)
     return {f"{name}_{part}": array for part, array in parts.items()}
 

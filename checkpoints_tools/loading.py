@@ -17,7 +17,7 @@ from checkpoints_tools.convert import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
 from specjax import checkpoint, parallel
-from specjax.params import Params
+from specjax.params import Params, prepack
 
 SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
 SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"
@@ -39,12 +39,19 @@ def load(
         Hugging Face one is read whole first.
 
     Returns:
-      The model.
+      The model, prepacked for this machine (`specjax.prepack`).
 
     Raises:
       FileNotFoundError: the source or a part of it is missing.
       ValueError: it is no model that can be read, or `dtype` or `mesh` does not suit it.
     """
+    return prepack(read(source, dtype=dtype, mesh=mesh))
+
+
+def read(
+    source: str | os.PathLike[str], *, dtype: str | None = None, mesh: Mesh | None = None
+) -> Params:
+    """`load`, but the weights are as they are stored: for what only passes them on."""
     path = locate(source)
     if not checkpoint.is_checkpoint(path):
         original = open_checkpoint(path)

@@ -9,6 +9,9 @@ The columns of a weight may be stored in another order than the model's inputs, 
 one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales and zeros are those
 of the stored order.
 
+For CPUs the rows of a weight's arrays can be interleaved (`interleave`; the shapes below are those
+of a weight that is stored row by row). Whatever does not know of that takes `by_rows` first.
+
 Left out on purpose: quantization recipes (`checkpoints_tools.quantize`) and arithmetic
 (`pallas_kernels.matmul`).
 """
@@ -19,6 +22,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.interleave import by_rows, interleaved_rows
 
 PLANE = 128  # inputs per nibble plane
 BLOCK = 2 * PLANE  # inputs per packed block
@@ -44,6 +49,7 @@ class Int8Weight:
     group_size: inputs per scale: 32, 64, 128 or None.
     zeros: int8[N, groups], the integer that stands for zero; None for a symmetric weight.
     order: int32[K], a permutation: stored column k multiplies input order[k]. None: the inputs'.
+    out_features: N, where the rows are interleaved; None where they are not.
     """
 
     integers: jax.Array
@@ -52,11 +58,12 @@ class Int8Weight:
     group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
     zeros: jax.Array | None = None
     order: jax.Array | None = None
+    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs, inputs."""
-        return self.integers.shape[0], self.in_features
+        return self.out_features or self.integers.shape[0], self.in_features
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +100,7 @@ class Int4Weight:
     order: int32[K], a permutation: stored column k multiplies input order[k]. None: the inputs'.
     activation_clip: the share of a group's largest activation that "a4" represents; what is larger
         is clipped (Atom, section 4.2).
+    out_features: N, where the rows are interleaved; None where they are not.
     """
 
     packed: jax.Array
@@ -103,11 +111,12 @@ class Int4Weight:
     outliers: Outliers | None = None
     order: jax.Array | None = None
     activation_clip: float = dataclasses.field(default=1.0, metadata={"static": True})
+    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs, inputs."""
-        return self.packed.shape[0], self.in_features
+        return self.out_features or self.packed.shape[0], self.in_features
 
     @property
     def nbytes(self) -> int:
@@ -124,11 +133,13 @@ class Mxfp4Weight:
     packed: uint8[N, ceil(K / 256) · 128], two codes per byte (layout above).
     scales: uint8[N, groups], E8M0; 255 stands for NaN.
     in_features: K, before padding.
+    out_features: N, where the rows are interleaved; None where they are not.
     """
 
     packed: jax.Array
     scales: jax.Array
     in_features: int = dataclasses.field(metadata={"static": True})
+    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def group_size(self) -> int:
@@ -138,7 +149,7 @@ class Mxfp4Weight:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs, inputs."""
-        return self.packed.shape[0], self.in_features
+        return self.out_features or self.packed.shape[0], self.in_features
 
     @property
     def nbytes(self) -> int:
@@ -152,14 +163,17 @@ class Bfloat16Weight:
     """A bfloat16 matrix, held as its bits: XLA:CPU would keep a float32 copy of a bfloat16 array.
 
     bits: uint16[N, K].
+    out_features: N, where the rows are interleaved; None where they are not.
     """
 
     bits: jax.Array
+    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs, inputs."""
-        return self.bits.shape[0], self.bits.shape[1]
+        n, k = self.bits.shape[:2]
+        return (n, k) if self.out_features is None else (self.out_features, 2 * k)
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +185,11 @@ Quantized = Int4Weight | Mxfp4Weight | Int8Weight
 Weight = jax.Array | Bfloat16Weight | Quantized
 
 
+def is_format(value: object) -> bool:
+    """Whether something is a weight in one of the formats, rather than an array or a tree."""
+    return isinstance(value, Bfloat16Weight | Quantized)
+
+
 def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
     """An unquantized matrix in the form that kernels read. bf16 or f32[N, K]."""
     if values.dtype != jnp.bfloat16:
@@ -180,6 +199,7 @@ def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
 
 def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
     """The inverse of `plain_weight`."""
+    weight = by_rows(weight)
     if isinstance(weight, Bfloat16Weight):
         return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
     return weight
@@ -187,9 +207,11 @@ def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
 
 def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Array:
     """Rows of an unquantized matrix, such as the embeddings of tokens. [...] -> [..., K]."""
-    if isinstance(weight, Bfloat16Weight):
+    if not isinstance(weight, Bfloat16Weight):
+        return weight[indices]
+    if weight.out_features is None:
         return plain_values(Bfloat16Weight(weight.bits[indices]))
-    return weight[indices]
+    return plain_values(Bfloat16Weight(interleaved_rows(weight.bits, indices, per_word=2)))
 
 
 def check_plain_columns(weight: Weight) -> None:
@@ -346,6 +368,7 @@ def dequantize(weight: Weight) -> jax.Array:
     """
     if not isinstance(weight, Quantized):
         return plain_values(weight).astype(jnp.float32)
+    weight = by_rows(weight)
     n, k = weight.shape
     scales = group_scales(weight)[:, :, None]
     groups = integers(weight).astype(jnp.float32).reshape(n, scales.shape[1], -1)

@@ -13,14 +13,23 @@ from jax import lax
 
 from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import check_activation, clip_activations
-from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
+from pallas_kernels.formats import (
+    Int4Weight,
+    Int8Weight,
+    Outliers,
+    Quantized,
+    Weight,
+)
+from pallas_kernels.interleave import by_rows
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight
 
 
 def _one_by_one(matmul: Callable[..., jax.Array]) -> Kernel:
     """A kernel of one weight, for several. XLA sees that they all quantize the same x."""
-    return lambda x, weights, *, activation: tuple(matmul(x, w, activation) for w in weights)
+    return lambda x, weights, *, activation: tuple(
+        matmul(x, by_rows(weight), activation) for weight in weights
+    )
 
 
 IMPLEMENTATIONS: dict[str, Kernel] = {

@@ -25,7 +25,7 @@ from specjax.drafting import (
     Spectra,
     TranslatedDraft,
 )
-from specjax.params import Params
+from specjax.params import Params, prepack
 from specjax.sampling import Sampling
 from specjax.state import Stats
 from specjax.text import generate, stream
@@ -75,6 +75,7 @@ __all__ = [
     "load_tokenizer",
     "parallel",
     "planning",
+    "prepack",
     "quantize",
     "quantize_checkpoint",
     "save",

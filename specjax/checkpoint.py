@@ -35,6 +35,7 @@ from pallas_kernels.formats import (
     Outliers,
     Weight,
 )
+from pallas_kernels.interleave import by_rows
 from specjax.atomic_directory import recover, replacing
 from specjax.config import ModelConfig
 from specjax.parallel import check_model, weight_spec
@@ -52,6 +53,7 @@ FORMATS = {
 }
 _CHUNK_BYTES = 2**22  # an array is stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
+IN_MEMORY = ("out_features",)  # fields of a weight that is interleaved, which none is on disk
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -191,14 +193,14 @@ def _checkpointer() -> ocp.Checkpointer:
 def take_apart(
     weights: Mapping[str, Weight],
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
-    """All arrays by name, and the static fields of every weight that is not an array itself."""
+    """All arrays by name, row by row, and the static fields of every weight that is no array."""
     arrays: dict[str, jax.Array] = {}
     formats = {}
     for name, weight in weights.items():
         if isinstance(weight, jax.Array):
             arrays[name] = weight
         else:
-            formats[name] = _part(name, weight, arrays)
+            formats[name] = _part(name, by_rows(weight), arrays)
     return arrays, formats
 
 
@@ -235,7 +237,11 @@ def put_together(
 
 def _fields(format_class: type[Any], *, static: bool) -> list[str]:
     fields = dataclasses.fields(format_class)
-    return [f.name for f in fields if bool(f.metadata.get("static")) == static]
+    return [
+        f.name
+        for f in fields
+        if bool(f.metadata.get("static")) == static and f.name not in IN_MEMORY
+    ]
 
 
 def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:

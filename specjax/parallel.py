@@ -33,7 +33,7 @@ from pallas_kernels.formats import Bfloat16Weight, take_rows
 from specjax.checks import check_integer
 from specjax.config import ModelConfig
 from specjax.kv_cache import KVCache
-from specjax.params import Params
+from specjax.params import Params, stored
 
 DATA, TENSOR = "data", "tensor"
 ROWS = P(DATA)
@@ -92,6 +92,7 @@ def shard(params: Params, mesh: Mesh) -> Params:
             leaf.shape, NamedSharding(mesh, spec), lambda index: values[index]
         )
 
+    params = stored(params)
     placed = jax.tree.map(place, params, _model_specs(params, mesh))
     return dataclasses.replace(placed, mesh=mesh)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from pallas_kernels import cpu
 from pallas_kernels.formats import Bfloat16Weight, Weight, plain_weight
+from pallas_kernels.interleave import by_rows, interleave
 from specjax.config import ModelConfig
 
 
@@ -83,6 +86,49 @@ class Params:
         for layer in self.layers:
             for name in LINEARS:
                 yield getattr(layer, name)
+
+
+def prepack(params: Params) -> Params:
+    """The same model, its matrices in the order in which this machine's kernels read them fastest.
+
+    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`); elsewhere, and for a
+    model that is divided over a mesh, nothing changes. `load` has done this already: it is for
+    models that are made in another way. Output is the same bit for bit. What only looks up rows,
+    such as an embedding that is not the head, stays as it is.
+
+    Args:
+      params: any model.
+
+    Returns:
+      The model in as many bytes. Matrices that had the order already are shared with `params`.
+    """
+    if params.mesh is not None or jax.default_backend() != "cpu" or not cpu.available():
+        return params
+    return _map_matrices(interleave, params, embedding=params.lm_head is None)
+
+
+def stored(params: Params) -> Params:
+    """The same model row by row, as checkpoints hold it: the inverse of `prepack`."""
+    return _map_matrices(by_rows, params, embedding=True)
+
+
+def _map_matrices(change: Callable[[Weight], Weight], params: Params, *, embedding: bool) -> Params:
+    """The model with every matrix changed, the embedding only if asked for."""
+
+    def linear(old: Linear) -> Linear:
+        return dataclasses.replace(old, weight=change(old.weight))
+
+    def layer(old: Layer) -> Layer:
+        changed: dict[str, Any] = {name: linear(getattr(old, name)) for name in LINEARS}
+        return dataclasses.replace(old, **changed)
+
+    table: Any = change(params.embedding) if embedding else params.embedding
+    return dataclasses.replace(
+        params,
+        embedding=table,
+        layers=tuple(map(layer, params.layers)),
+        lm_head=None if params.lm_head is None else linear(params.lm_head),
+    )
 
 
 def held(weight: Weight, dtype: str) -> Weight:

@@ -65,7 +65,17 @@ MATMUL = Call(
         "kinds": numbers(0),
         "group_sizes": numbers(128),
         "zeros": numbers(0),
+        "outputs": numbers(0),
     },
+)
+INTERLEAVED = dataclasses.replace(
+    MATMUL,
+    operands=MATMUL.operands
+    | {
+        "packed": zeros(3, 64, 64, dtype=jnp.uint8),
+        "scales": zeros(3, 4, 16, dtype=jnp.bfloat16),
+    },
+    attributes=MATMUL.attributes | {"outputs": numbers(40)},
 )
 ATTENTION = Call(
     "specjax_attention",
@@ -112,14 +122,15 @@ MULTIPLY = Call(
     {"arithmetic": np.int64(0), "count": np.int64(1)},
 )
 
-CALLS = [MATMUL, ATTENTION, CODES, NORM, HADAMARD, READ, MULTIPLY]
+CALLS = [MATMUL, INTERLEAVED, ATTENTION, CODES, NORM, HADAMARD, READ, MULTIPLY]
 REFUSED = [  # call, what is changed, what the error says
     (MATMUL, {"x": zeros(3, 300, dtype=jnp.float16)}, "x must be a bfloat16 or float32 matrix"),
     (MATMUL, {"x": zeros(3, 2, 300)}, r"x must be .* got \[3, 2, 300\]"),
     (MATMUL, {"x": zeros(3, 0)}, "a weight for 0 inputs does not fit"),
     (MATMUL, {"x": zeros(3, 600)}, r"a weight for 600 inputs does not fit: got \[40, 256\]"),
-    (MATMUL, {"packed": zeros(256, dtype=jnp.uint8)}, "a weight must be a matrix"),
-    (MATMUL, {"packed": zeros(0, 256, dtype=jnp.uint8)}, "a weight must be a matrix"),
+    (MATMUL, {"packed": zeros(256, dtype=jnp.uint8)}, r"does not fit: got \[256\]"),
+    (MATMUL, {"packed": zeros(dtype=jnp.uint8)}, r"does not fit: got \[\]"),
+    (MATMUL, {"packed": zeros(0, 256, dtype=jnp.uint8)}, r"does not fit: got \[0, 256\]"),
     (MATMUL, {"packed": zeros(40, 256, dtype=jnp.int8)}, "does not fit"),
     (MATMUL, {"scales": zeros(40, 3)}, r"scales must be \[40, 4\], got \[40, 3\]"),
     (MATMUL, {"scales": zeros(160)}, r"scales must be \[40, 4\], got \[160\]"),
@@ -148,6 +159,13 @@ REFUSED = [  # call, what is changed, what the error says
     (MATMUL, {"levels": np.float32(7)}, "Wrong scalar data type"),
     (MATMUL, {"levels": None}, "Wrong number of attributes"),
     (MATMUL, {"instruction_set": "abacus"}, "this machine cannot run abacus"),
+    (MATMUL, {"outputs": numbers(40)}, r"does not fit: got \[40, 256\]"),
+    (MATMUL, {"outputs": numbers(40, 40)}, "do not fit together"),
+    (INTERLEAVED, {"outputs": numbers(0)}, r"does not fit: got \[3, 64, 64\]"),
+    (INTERLEAVED, {"outputs": numbers(49)}, r"does not fit: got \[3, 64, 64\]"),
+    (INTERLEAVED, {"outputs": numbers(-40)}, r"does not fit: got \[3, 64, 64\]"),
+    (INTERLEAVED, {"x": zeros(3, 600)}, r"does not fit: got \[3, 64, 64\]"),
+    (INTERLEAVED, {"scales": zeros(40, 4)}, r"scales must be \[3, 4, 16\], got \[40, 4\]"),
     (ATTENTION, {"results": (shape(2, 3, 64),)}, "the result must be"),
     (ATTENTION, {"results": (shape(2, 3, 4, 16, dtype=jnp.bfloat16),)}, "result has another type"),
     (ATTENTION, {"keys": zeros(2, 256, 0, 16), "values": zeros(2, 256, 0, 16)}, "do not fit"),

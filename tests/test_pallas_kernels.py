@@ -25,6 +25,7 @@ from pallas_kernels.formats import (
     int4_from_integers,
     padded_inputs,
 )
+from pallas_kernels.interleave import interleave
 from tests.random_weights import random_int4, random_rows
 
 KERNELS = {"cuda": triton_gpu.matmul, "tpu": mosaic_tpu.matmul}
@@ -157,9 +158,10 @@ def test_the_kernel_lowers(platform: str, activation: str, group_size: int | Non
 def test_the_door_leads_to_the_platform_s_kernel(activation: str) -> None:
     x, weight = random_rows(3, 512), random_int4(96, 512, 128)
     for platform in DEVICES:
-        text = lowered(lambda x, w: door.matmul(x, w, activation), platform, x, weight)
-        for target, call in CUSTOM_CALLS.items():
-            assert (call in text) == (target == platform)
+        for each in (weight, interleave(weight)):  # of which only a CPU's kernel knows
+            text = lowered(lambda x, w: door.matmul(x, w, activation), platform, x, each)
+            for target, call in CUSTOM_CALLS.items():
+                assert (call in text) == (target == platform)
 
 
 @platforms

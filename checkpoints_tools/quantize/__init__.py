@@ -21,7 +21,7 @@ from checkpoints_tools.quantize.calibration import check_tokens
 from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantize.recipe import Recipe
 from specjax.config import ModelConfig
-from specjax.params import Params
+from specjax.params import Params, prepack
 from specjax.weight_names import named_weights, params_from_weights
 
 
@@ -35,6 +35,8 @@ def quantize(
     calibration: Any = None,
 ) -> Params:
     """A quantized copy of a model that shares every array it does not change with the original.
+
+    Like a model that is loaded, it is prepacked for this machine (`specjax.prepack`).
 
     Args:
       params: a model in 16 or 32 bits.
@@ -60,7 +62,8 @@ def quantize(
     weights = quantize_layers(
         named_weights(params).items(), params.config, recipe, lm_head=lm_head, tokens=tokens
     )
-    return params_from_weights(quantized_config(params.config, recipe, lm_head), dict(weights))
+    config = quantized_config(params.config, recipe, lm_head)
+    return prepack(params_from_weights(config, dict(weights)))
 
 
 def check_calibration(recipe: Recipe, calibration: Any, config: ModelConfig) -> np.ndarray | None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from checkpoints_tools.convert import collect
 from checkpoints_tools.huggingface import open_checkpoint
-from checkpoints_tools.loading import load, locate
+from checkpoints_tools.loading import locate, read
 from checkpoints_tools.quantize import check_calibration
 from checkpoints_tools.quantize.layerwise import Watcher, quantize_layers, quantized_config
 from checkpoints_tools.quantize.recipe import Recipe
@@ -91,7 +91,7 @@ def quantize_checkpoint(
 def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[str, Weight]]]:
     """The configuration and the weights of a model on disk."""
     if checkpoint.is_checkpoint(path):
-        params = load(path, dtype=dtype)
+        params = read(path, dtype=dtype)
         return params.config, named_weights(params).items()
     original = open_checkpoint(path)
     config = original.config

@@ -46,6 +46,7 @@ def matmul(
         "kinds": np.array([kind for kind, _, _ in parts], np.int64),
         "group_sizes": np.array([size for _, size, _ in parts], np.int64),
         "zeros": np.array([len(buffers) == 3 for _, _, buffers in parts], np.int64),
+        "outputs": np.array([getattr(w, "out_features", None) or 0 for w in weights], np.int64),
     }
     outputs = tuple(weight.shape[0] for weight in weights)
     return _batched_by_rows(outputs, attributes)(x, sum((b for _, _, b in parts), ()))

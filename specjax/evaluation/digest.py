@@ -8,9 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.formats import is_format
+from pallas_kernels.interleave import by_rows
+
 
 def digest(*trees: Any) -> str:
-    """Twelve hexadecimal digits that stand for pytrees: their structure, static fields, arrays."""
+    """Twelve hexadecimal digits that stand for pytrees: their structure, static fields, arrays.
+
+    Weights count row by row, so that the order in which a machine reads them makes no difference.
+    """
+    trees = jax.tree.map(
+        lambda leaf: by_rows(leaf) if is_format(leaf) else leaf, trees, is_leaf=is_format
+    )
     found = hashlib.sha256(str(jax.tree.structure(trees)).encode())
     for leaf in jax.tree.leaves(trees):
         array = np.ascontiguousarray(leaf)

@@ -18,6 +18,7 @@ from pallas_kernels.cpu import probe
 from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import Quantized
 from pallas_kernels.hadamard import hadamard
+from pallas_kernels.interleave import interleave
 from pallas_kernels.norms import rms_norm
 from tests.random_weights import random_rows, random_weights
 from tests.test_cpu_attention import CASES, run
@@ -32,6 +33,7 @@ def matmuls(instruction_set: str) -> None:
     for m, n, k in SHAPES:
         weights = random_weights(n, k)
         del weights["int4-outliers"]  # two products, taken apart before the library is called
+        weights |= {f"{name}-interleaved": interleave(w) for name, w in weights.items()}
         quantized = tuple(w for w in weights.values() if isinstance(w, Quantized))
         for dtype in ("float32", "bfloat16"):
             x = random_rows(m, k, dtype).at[0, 0].set(jnp.nan).at[-1, -1].set(jnp.inf)

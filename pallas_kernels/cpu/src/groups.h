@@ -51,8 +51,8 @@ struct Group {
   Int zeros;
 };
 
-// Groups in the order of the inputs: kept kLanes at a time, since that many are as quickly read,
-// transposed, as one.
+// Groups in the order of the inputs: of a weight that is stored row by row kept kLanes at a time,
+// since that many are as quickly read, transposed, as one.
 class Groups {
  public:
   Groups(const Weight& w, int64_t column) : w_(w), column_(column) {
@@ -62,6 +62,7 @@ class Groups {
   // Group `group`, for the outputs of vector `v`.
   SPECJAX_INLINE Group read(int v, int64_t group) {
     if (!w_.quantized()) return {splat(1.0f), Int{}};
+    if (w_.interleaved) return read_interleaved(column_ + v * kLanes, group);
     const int64_t start = group & -int64_t{kLanes};
     if (start != start_[v]) fill(v, start);
     Group result{(Float)scales_[v][group - start], Int{} + offset(w_.kind)};
@@ -69,7 +70,37 @@ class Groups {
     return result;
   }
 
+  // Asks for what `vectors` vectors of outputs need of an interleaved weight's groups in a chunk:
+  // the sums would wait for it. After the last chunk come the next outputs' groups.
+  template <Arithmetic A>
+  SPECJAX_INLINE void ask(int vectors, int64_t chunk) const {
+    if (!w_.quantized() || !w_.interleaved) return;
+    const int64_t bytes = w_.scale == Scale::kE8m0 ? 1 : w_.scale == Scale::kFloat32 ? 4 : 2;
+    const int64_t tiles = (vectors * kLanes + kTile - 1) / kTile;
+    const int64_t group = run_start<A>(w_, chunk, 0) / w_.group_size;
+    const int64_t count = (2 * kRun<A> + w_.group_size - 1) / w_.group_size;
+    const int64_t beside = group < w_.groups ? 0 : tiles - 1;  // tiles that are read already
+    const auto* scales = static_cast<const uint8_t*>(w_.scales);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = ((column_ / kTile + tile + beside) * w_.groups + group) * kTile;
+      for (int64_t i = 0; i < count * kTile * bytes; i += kLine) {
+        __builtin_prefetch(scales + first * bytes + i);
+      }
+      if (w_.zeros != nullptr) __builtin_prefetch(w_.zeros + first);
+    }
+  }
+
  private:
+  SPECJAX_INLINE Group read_interleaved(int64_t row, int64_t group) const {
+    if (row >= w_.n) return {Float{}, Int{}};
+    const int64_t tile = row & -kTile, first = tile * w_.groups + group * kTile + (row - tile);
+    Group result{(Float)read_scales(w_, first, kLanes), Int{} + offset(w_.kind)};
+    if (w_.zeros != nullptr) {
+      result.zeros += __builtin_convertvector(load<SignedBytes>(w_.zeros + first), Int);
+    }
+    return result;
+  }
+
   void fill(int v, int64_t start) {
     start_[v] = start;
     const int64_t count = w_.groups - start;

@@ -19,13 +19,17 @@ struct Description {
   Kind kind;
   int64_t group_size;  // 0: one scale per output
   bool zeros;
+  int64_t outputs;  // of an interleaved weight; 0: it is stored row by row
 
   bool quantized() const { return kind <= Kind::kInt8; }
   int64_t buffers() const { return quantized() ? 2 + zeros : 1; }
 };
 
+int64_t tiles(int64_t rows) { return (rows + kTile - 1) / kTile; }
+
 ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zeros, Weight& w) {
-  const Shape shape{w.n, w.groups};
+  const Shape shape =
+      w.interleaved ? Shape{tiles(w.n), w.groups, kTile} : Shape{w.n, w.groups};
   if (shape_of(scales) != shape) {
     return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
   }
@@ -58,19 +62,23 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
     buffers.push_back(*buffer);
   }
   const ffi::AnyBuffer& data = buffers[0];
-  const Shape dims = shape_of(data);
-  if (dims.size() != 2 || dims[0] < 1 || dims[1] < 1) {
-    return invalid("a weight must be a matrix, got " + text(dims));
-  }
   const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
   const int64_t padded = (k + kBlock - 1) / kBlock * kBlock;
   w = Weight{};
-  w.kind = d.kind, w.n = dims[0], w.inputs = d.quantized() ? padded : k;
+  w.kind = d.kind, w.inputs = d.quantized() ? padded : k;
+  w.interleaved = d.outputs != 0;
+  const Shape dims = shape_of(data);
+  w.n = w.interleaved || dims.empty() ? d.outputs : dims[0];
   const int64_t columns = w.nibbles() ? padded / 2 : w.inputs;
-  if (data.element_type() != types[static_cast<int>(d.kind)] || dims[1] != columns) {
+  const int64_t size = ffi::ByteWidth(types[static_cast<int>(d.kind)]), per_word = 4 / size;
+  const int64_t words = (columns + per_word - 1) / per_word;
+  const Shape wanted =
+      w.interleaved ? Shape{tiles(w.n), words, kTile * per_word} : Shape{w.n, columns};
+  if (data.element_type() != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 ||
+      columns < 1) {
     return invalid("a weight for " + std::to_string(k) + " inputs does not fit: got " + text(dims));
   }
-  w.row_bytes = static_cast<int64_t>(data.size_bytes()) / w.n;
+  w.row_bytes = w.interleaved ? 4 * words : size * columns;
   w.data = static_cast<const uint8_t*>(data.untyped_data());
   if (!d.quantized()) return ffi::Error::Success();
   w.group_size = d.group_size == 0 ? padded : d.group_size;
@@ -160,7 +168,7 @@ ffi::Error read_input(const ffi::AnyBuffer& x, Input& input) {
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
                   ffi::RemainingRets results, int64_t levels, std::string_view instruction_set,
                   ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> group_sizes,
-                  ffi::Span<const int64_t> zeros) {
+                  ffi::Span<const int64_t> zeros, ffi::Span<const int64_t> outputs) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
     return invalid("this machine cannot run " + std::string(instruction_set));
@@ -168,13 +176,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   Input input;
   if (auto error = read_input(x, input); error.failure()) return error;
   if (kinds.size() != results.size() || group_sizes.size() != kinds.size() ||
-      zeros.size() != kinds.size() || levels < 0 || levels > 127) {
+      zeros.size() != kinds.size() || outputs.size() != kinds.size() || levels < 0 ||
+      levels > 127) {
     return invalid("attributes and results do not fit together");
   }
   std::vector<Product> products(kinds.size());
   int64_t first = 0;
   for (size_t i = 0; i < products.size(); ++i) {
-    const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], zeros[i] != 0};
+    const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], zeros[i] != 0, outputs[i]};
     if (kinds[i] < 0 || d.kind > Kind::kFloat32) return invalid("unknown kind of weight");
     if (levels != 0 && !d.quantized()) return invalid("integer products need a quantized weight");
     Product& p = products[i];
@@ -206,4 +215,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_matmul, specjax::matmul,
                                   .Attr<std::string_view>("instruction_set")
                                   .Attr<ffi::Span<const int64_t>>("kinds")
                                   .Attr<ffi::Span<const int64_t>>("group_sizes")
-                                  .Attr<ffi::Span<const int64_t>>("zeros"));
+                                  .Attr<ffi::Span<const int64_t>>("zeros")
+                                  .Attr<ffi::Span<const int64_t>>("outputs"));

@@ -3,7 +3,8 @@
 // Rows are read side by side, a chunk of each at a time: too many streams for the hardware to
 // foresee, while memory is read fastest from end to end. So some chunks of these rows are a block,
 // and while a block is read the next one is asked for row by row: the same rows' next chunks, or
-// after the last of them the first chunks of the rows that come next.
+// after the last of them the first chunks of the rows that come next. Rows that are interleaved
+// count as one that is as long as all of them.
 #pragma once
 
 #include "simd.h"
@@ -21,11 +22,12 @@ class Prefetch {
   SPECJAX_INLINE Prefetch(const Weight& w, int64_t row, int64_t rows, int64_t chunk_bytes,
                           int64_t steps)
       : lines_((rows * chunk_bytes + steps * kLine - 1) / (steps * kLine)),
-        rows_(rows),
-        row_bytes_(w.row_bytes),
-        first_(w.data + row * w.row_bytes) {
+        rows_(w.interleaved ? (rows + kTile - 1) / kTile : rows),
+        row_bytes_(w.interleaved ? w.row_bytes * kTile : w.row_bytes),
+        first_(w.data + (w.interleaved ? row & -kTile : row) * w.row_bytes) {
+    if (w.interleaved) chunk_bytes *= kTile;
     const int64_t chunks = (row_bytes_ + chunk_bytes - 1) / chunk_bytes;
-    const int64_t blocks = (rows * row_bytes_ + kBlockBytes - 1) / kBlockBytes;
+    const int64_t blocks = (rows_ * row_bytes_ + kBlockBytes - 1) / kBlockBytes;
     chunks_ = (chunks + blocks - 1) / blocks;
     piece_ = blocks == 1 ? row_bytes_ : chunks_ * chunk_bytes;
   }

@@ -11,10 +11,14 @@ enum class Scale : int64_t { kBfloat16, kFloat16, kFloat32, kE8m0 };
 
 inline constexpr int64_t kPlane = 128;         // inputs per nibble plane
 inline constexpr int64_t kBlock = 2 * kPlane;  // inputs per packed block
+inline constexpr int64_t kTile = 16;           // rows that are interleaved
 
 // A matrix [n, k] as pallas_kernels/formats.py describes it; `inputs` is k with its padding.
 struct Weight {
   Kind kind;
+  // Row by row; or words of kTile rows side by side, [n / kTile, row_bytes / 4, kTile, 4 bytes],
+  // and so the scales and zeros: [n / kTile, groups, kTile].
+  bool interleaved;
   int64_t n, inputs, row_bytes;
   const uint8_t* data;
   // Of quantized kinds: [n, groups]; inputs / group_size groups.

@@ -1,0 +1,112 @@
+// Few rows of x and an interleaved weight: to decode a panel would cost more than the products, so
+// what is decoded is multiplied at once. The same sums in the same order as by panels.
+#pragma once
+
+#include "product.h"
+
+namespace specjax::SPECJAX_ISA {
+
+// For more rows panels are as fast, or registers do not hold the sums.
+#if defined(__AVX512BW__) || defined(__aarch64__)
+inline constexpr int kFewRows = 4;
+#else
+inline constexpr int kFewRows = 2;
+#endif
+
+// Bytes that are asked for before they are read: the hardware alone stops at the end of every page.
+inline constexpr int64_t kAhead = 1 << 14;
+
+// The kLanes outputs from `column` on, for R rows of x.
+template <Arithmetic A, Kind kind, int R>
+class FewRows {
+ public:
+  FewRows(const Product& p, int64_t column)
+      : p_(p),
+        groups_(p.w, column),
+        lane_(column % kTile * kWordBytes),
+        tile_(p.w.data + (column & -kTile) * p.w.row_bytes) {}
+
+  SPECJAX_INLINE void multiply(Float* y) {
+    const int64_t tile_bytes = p_.w.row_bytes * kTile;
+    for (int64_t chunk = 0; chunk < p_.how.inputs / (2 * kRun<A>); ++chunk) {
+      const uint8_t* from = tile_ + chunk * kChunkBytes;
+      const int64_t left = tile_bytes - chunk * kChunkBytes;
+      groups_.ask<A>(1, chunk + 1);
+      if (kind <= Kind::kInt8 || left >= kChunkBytes) {  // what is quantized has whole chunks
+        add_chunk(chunk, from, y);
+      } else {
+        alignas(64) uint8_t edge[kChunkBytes] = {};
+        std::memcpy(edge, from, left);
+        add_chunk(chunk, edge, y);
+      }
+    }
+  }
+
+ private:
+  using Vector = typename Sums<A>::Vector;
+  static constexpr int64_t kWordBytes = 4;
+  static constexpr int kChains = Sums<A>::kChains;
+  static constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;
+  static constexpr int kPartWords = chunk_bytes<A>(kind) / kParts / kWordBytes;
+  static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTile;
+  static constexpr int kStep = 16;  // words whose places the compiler knows
+
+  SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
+    const int64_t starts[2] = {run_start<A>(p_.w, chunk, 0), run_start<A>(p_.w, chunk, 1)};
+    const uint32_t* x[2] = {p_.words<A>(0, starts[0]), p_.words<A>(0, starts[1])};
+    const int64_t stride = p_.how.inputs / kPerWord<A>, segment = p_.segment<A>();
+    Vector sums[2][R][kChains] = {};
+    const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        Vector& sum = sums[run][r][word & (kChains - 1)];
+        sum = Sums<A>::add(sum, value, splat(x[run][r * stride + word]));
+      }
+      const int64_t end = (word + 1) * kPerWord<A>;
+      if (end % kSmallestGroup != 0 || (end & (segment - 1)) != 0) return;
+      end_segment(starts[run] + end - segment, sums[run], y);
+    };
+    SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
+      for (int first = 0; first < kPartWords; first += kStep) {
+        const uint8_t* word = from + (part * kPartWords + first) * kTile * kWordBytes;
+        SPECJAX_UNROLL for (int i = 0; i < kStep; ++i, word += kTile * kWordBytes) {
+          __builtin_prefetch(word + kAhead);
+          decoder_.decode(part, first + i, load<Word>(word + lane_), add);
+        }
+      }
+    }
+  }
+
+  SPECJAX_INLINE void end_segment(int64_t start, Vector (*sums)[kChains], Float* y) {
+    const Place place = Place::of<A>(p_, start);
+    const Group group = groups_.read(0, place.group);
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+      Vector total{};
+      SPECJAX_UNROLL for (int chain = 0; chain < kChains; ++chain) {
+        total += sums[r][chain];
+        sums[r][chain] = Vector{};
+      }
+      add_scaled<A>(p_, group, place, r, total, y[r]);
+    }
+  }
+
+  const Product& p_;
+  Groups groups_;
+  const int64_t lane_;  // bytes from a word of the tile's first row to one of the first output's
+  const uint8_t* tile_;
+  Decoder<A, kind> decoder_;
+};
+
+template <Arithmetic A, Kind kind, int R>
+inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) {
+  if constexpr (R > 1) {
+    if (m < R) return multiply_few<A, kind, R - 1>(p, column, m, y);
+  }
+  for (int64_t n = column; n < column + kColumns && n < p.w.n; n += kLanes) {
+    Float sums[R] = {};
+    FewRows<A, kind, R>(p, n).multiply(sums);
+    const int64_t outputs = p.w.n - n < kLanes ? p.w.n - n : kLanes;
+    for (int r = 0; r < R; ++r) std::memcpy(y + r * p.w.n + n, sums + r, outputs * sizeof(float));
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,95 @@
+"""Weights with their rows interleaved, which is how a CPU reads them fastest.
+
+Memory is read fastest from end to end, and a vector of the CPU multiplies one word (4 bytes) of
+inputs of several neighbouring outputs. So the words of TILE rows stand side by side:
+
+    [N, C] -> [ceil(N / TILE), C / per_word, TILE · per_word],  per_word values in a word
+
+Values that stand alone, such as scales, count as words of one. Rows that the last tile lacks are
+zero. It is the same number of bytes in another order, and `by_rows` is the exact inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from pallas_kernels.formats import Weight
+
+TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors take a part of a tile
+# The arrays of a weight that have a row per output, and how many of their values are in a word.
+PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1}
+
+AnyWeight = TypeVar("AnyWeight", bound="Weight")
+
+
+def interleave(weight: AnyWeight) -> AnyWeight:
+    """The same weight with its rows interleaved.
+
+    Arrays that are no format, and matrices whose rows are no whole words, stay as they are.
+    """
+    if isinstance(weight, jax.Array) or is_interleaved(weight):
+        return weight
+    if any(array.shape[1] % per_word for _, array, per_word in _matrices(weight)):
+        return weight
+    arrays = {
+        name: jnp.asarray(_interleave(np.asarray(array), per_word))
+        for name, array, per_word in _matrices(weight)
+    }
+    return _replace(weight, interleave, out_features=weight.shape[0], **arrays)
+
+
+def is_interleaved(weight: Weight) -> bool:
+    """Whether a weight's rows are interleaved."""
+    return not isinstance(weight, jax.Array) and weight.out_features is not None
+
+
+def by_rows(weight: AnyWeight) -> AnyWeight:
+    """The same weight stored row by row: the inverse of `interleave`."""
+    if not is_interleaved(weight):
+        return weight
+    n = weight.shape[0]
+    arrays = {name: _by_rows(array, per_word)[:n] for name, array, per_word in _matrices(weight)}
+    return _replace(weight, by_rows, out_features=None, **arrays)
+
+
+def interleaved_rows(values: jax.Array, indices: jax.Array, per_word: int) -> jax.Array:
+    """Some rows of an array that is interleaved. indices: int[...] -> [..., C]."""
+    tiles, words, _ = values.shape
+    rows = values.reshape(tiles, words, TILE, per_word)[indices // TILE, :, indices % TILE]
+    return rows.reshape(*indices.shape, words * per_word)
+
+
+def _matrices(weight: Any) -> Iterator[tuple[str, jax.Array, int]]:
+    """The arrays that have a row per output: name, array, values in a word."""
+    for name, per_word in PER_WORD.items():
+        array = getattr(weight, name, None)
+        if array is not None:
+            yield name, array, per_word
+
+
+def _replace(weight: Any, change: Callable[[Weight], Weight], **fields: Any) -> Any:
+    """The weight with other fields, and what it holds at 8 bits changed alike."""
+    outliers = getattr(weight, "outliers", None)
+    if outliers is not None:
+        fields["outliers"] = dataclasses.replace(outliers, weight=change(outliers.weight))
+    return dataclasses.replace(weight, **fields)
+
+
+def _interleave(values: np.ndarray, per_word: int) -> np.ndarray:
+    n, c = values.shape
+    padded = np.pad(values, ((0, -n % TILE), (0, 0)))
+    words = padded.reshape(-1, TILE, c // per_word, per_word)
+    return words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word)
+
+
+def _by_rows(values: jax.Array, per_word: int) -> jax.Array:
+    tiles, words, _ = values.shape
+    rows = values.reshape(tiles, words, TILE, per_word).swapaxes(1, 2)
+    return rows.reshape(tiles * TILE, words * per_word)
