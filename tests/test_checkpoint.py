@@ -28,7 +28,7 @@ import pytest
 from checkpoints_tools.quantize import quantize
 from specjax import atomic_directory, checkpoint
 from specjax.config import RopeScaling
-from specjax.params import Params
+from specjax.params import Params, stored
 from specjax.weight_names import named_weights, params_from_weights, weight_shapes
 from tests.hf_directories import write_model
 from tests.random_models import CONFIG, random_model
@@ -62,7 +62,8 @@ def with_everything(params: Params) -> Params:
 
 
 def assert_same(left: Params, right: Params) -> None:
-    """Equal structure, static fields, dtypes and bits."""
+    """Equal structure, static fields, dtypes and bits, as they are stored."""
+    left, right = stored(left), stored(right)
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape

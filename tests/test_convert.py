@@ -21,9 +21,10 @@ from checkpoints_tools.convert import convert
 from checkpoints_tools.loading import load, load_tokenizer
 from checkpoints_tools.quantize import quantize
 from pallas_kernels.formats import Int4Weight, dequantize, plain_values
+from pallas_kernels.interleave import by_rows
 from specjax import checkpoint
 from specjax.kv_cache import KVCache
-from specjax.params import Params
+from specjax.params import Params, stored
 from specjax.transformer import forward
 from tests.hf_directories import random_tensors, write_config, write_model, write_tensors
 
@@ -38,6 +39,7 @@ EVERYTHING = {
 
 
 def assert_same(left: Params, right: Params) -> None:
+    left, right = stored(left), stored(right)
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert one.dtype == other.dtype
@@ -104,7 +106,7 @@ def test_convert_dtype(tmp_path: Path) -> None:
     convert(source, tmp_path / "out", quantization="rtn", dtype="float32", progress=False)
     params = load(tmp_path / "out")
     assert params.config.dtype == "float32" and params.embedding.dtype == jnp.float32
-    weight = params.layers[0].q.weight
+    weight = by_rows(params.layers[0].q.weight)
     assert isinstance(weight, Int4Weight)
     original = dequantize(load(source).layers[0].q.weight)
     scale = np.asarray(weight.scales, np.float32)[:, :1]

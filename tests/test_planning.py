@@ -15,7 +15,7 @@ import specjax
 from checkpoints_tools.quantize import quantize
 from specjax import planning
 from specjax.kv_cache import KVCache
-from specjax.params import Linear, Params
+from specjax.params import Linear, Params, stored
 from specjax.planning import Level
 from specjax.planning.memory import most_that_fits
 from specjax.planning.speed import draft_time
@@ -222,7 +222,7 @@ def test_weight_bytes_are_those_of_real_weights(name: str, lm_head: bool) -> Non
     target = _model(config)
     assert planning.weight_bytes(config) == target.nbytes
     for weights, (method, options) in CASTS.items():
-        cast = quantize(target, method, lm_head=lm_head, **options)
+        cast = stored(quantize(target, method, lm_head=lm_head, **options))
         expected = planning.weight_bytes(config, weights, lm_head=lm_head, **options)
         assert expected == cast.nbytes
         shared = {id(leaf) for leaf in jax.tree.leaves(target)}
