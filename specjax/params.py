@@ -102,9 +102,14 @@ def prepack(params: Params) -> Params:
     Returns:
       The model in as many bytes. Matrices that had the order already are shared with `params`.
     """
-    if params.mesh is not None or jax.default_backend() != "cpu" or not cpu.available():
+    if params.mesh is not None:
         return params
-    return _map_matrices(interleave, params, embedding=params.lm_head is None)
+    return _map_matrices(prepack_weight, params, embedding=params.lm_head is None)
+
+
+def prepack_weight(weight: Weight) -> Weight:
+    """One weight in the order in which this machine's kernels read it fastest."""
+    return interleave(weight) if jax.default_backend() == "cpu" and cpu.available() else weight
 
 
 def stored(params: Params) -> Params:

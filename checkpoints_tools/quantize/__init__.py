@@ -21,7 +21,7 @@ from checkpoints_tools.quantize.calibration import check_tokens
 from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantize.recipe import Recipe
 from specjax.config import ModelConfig
-from specjax.params import Params, prepack
+from specjax.params import Params, prepack_weight
 from specjax.weight_names import named_weights, params_from_weights
 
 
@@ -36,7 +36,7 @@ def quantize(
 ) -> Params:
     """A quantized copy of a model that shares every array it does not change with the original.
 
-    Like a model that is loaded, it is prepacked for this machine (`specjax.prepack`).
+    What is quantized is prepacked for this machine, as `specjax.prepack` does it.
 
     Args:
       params: a model in 16 or 32 bits.
@@ -59,11 +59,15 @@ def quantize(
     """
     recipe = Recipe(method, group_size, bits)
     tokens = check_calibration(recipe, calibration, params.config)
+    original = named_weights(params)
     weights = quantize_layers(
-        named_weights(params).items(), params.config, recipe, lm_head=lm_head, tokens=tokens
+        original.items(), params.config, recipe, lm_head=lm_head, tokens=tokens
     )
-    config = quantized_config(params.config, recipe, lm_head)
-    return prepack(params_from_weights(config, dict(weights)))
+    packed = {
+        name: weight if weight is original.get(name) else prepack_weight(weight)
+        for name, weight in weights
+    }
+    return params_from_weights(quantized_config(params.config, recipe, lm_head), packed)
 
 
 def check_calibration(recipe: Recipe, calibration: Any, config: ModelConfig) -> np.ndarray | None:
