@@ -47,7 +47,21 @@ void append(std::vector<uint8_t>& bytes, T value) {
 
 // --- Products.
 
-// A random weight, and what it stands for.
+// Of every row, words of so many bytes beside those of its neighbours (pallas_kernels/interleave.py).
+template <typename T>
+std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t word) {
+  const auto length = static_cast<int64_t>(rows.size()) / count;
+  std::vector<T> tiles((count + kTile - 1) / kTile * kTile * length);
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t place = (row / kTile * length + i / word * word) * kTile;
+      tiles[place + row % kTile * word + i % word] = rows[row * length + i];
+    }
+  }
+  return tiles;
+}
+
+// A random weight, row by row and interleaved, and what it stands for.
 struct Matrix {
   Matrix(Kind kind, Scale scale, int64_t group_size, bool with_zeros) {
     w.kind = kind, w.scale = scale, w.n = kOutputs;
@@ -65,6 +79,15 @@ struct Matrix {
     }
     w.row_bytes = static_cast<int64_t>(data.size()) / kOutputs;
     w.data = data.data(), w.scales = scales.data(), w.zeros = with_zeros ? zeros.data() : nullptr;
+    other_data = interleave(data, kOutputs, 4);
+    if (w.quantized()) {
+      const auto scale_bytes = static_cast<int64_t>(scales.size()) / (kOutputs * w.groups);
+      other_scales = interleave(scales, kOutputs, scale_bytes);
+      other_zeros = interleave(zeros, kOutputs, 1);
+    }
+    other = w, other.interleaved = true;
+    other.data = other_data.data(), other.scales = other_scales.data();
+    if (with_zeros) other.zeros = other_zeros.data();
   }
 
   void add_group(bool with_zeros) {
@@ -102,17 +125,17 @@ struct Matrix {
   }
 
   static constexpr int64_t kOutputs = 37, kInputs = 300;
-  Weight w{};
-  std::vector<uint8_t> data, scales;
-  std::vector<int8_t> zeros;
+  Weight w{}, other{};
+  std::vector<uint8_t> data, scales, other_data, other_scales;
+  std::vector<int8_t> zeros, other_zeros;
   std::vector<double> values;  // of the scales
 };
 
 // The result, and the values that x was rounded to: both of the first m rows.
 struct Result {
-  Result(const Kernels& kernels, const Matrix& matrix, Input x, int64_t m, int levels) {
+  Result(const Kernels& kernels, const Weight& w, Input x, int64_t m, int levels) {
     x.m = m;
-    const Preparation how = kernels.preparation(matrix.w, x, levels);
+    const Preparation how = kernels.preparation(w, x, levels);
     std::vector<uint32_t> words(m * how.inputs), sums(m * how.inputs);
     std::vector<float> scales(m * how.inputs), scratch(how.inputs);
     const Prepared prepared{words.data(), scales.data(), sums.data()};
@@ -125,9 +148,9 @@ struct Result {
         if (levels != 0) values.back() = double{scales[index / how.group_size]} * q[index];
       }
     }
-    y.resize(m * matrix.kOutputs);
-    for (int64_t panel = 0; panel * kernels.columns < matrix.kOutputs; ++panel) {
-      kernels.multiply_panel(matrix.w, how, prepared, m, panel, y.data());
+    y.resize(m * w.n);
+    for (int64_t panel = 0; panel * kernels.columns < w.n; ++panel) {
+      kernels.multiply_panel(w, how, prepared, m, panel, y.data());
     }
   }
 
@@ -137,11 +160,14 @@ struct Result {
 
 uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input& x, int levels) {
   const auto kind = static_cast<int64_t>(matrix.w.kind);
-  const Result all(kernels, matrix, x, x.m, levels);
-  for (int64_t m : {1, 4, 5}) {
-    const Result some(kernels, matrix, x, m, levels);
-    const bool same = std::memcmp(some.y.data(), all.y.data(), some.y.size() * sizeof(float)) == 0;
-    expect(same, kernels, "a row depends on the others", kind);
+  const Result all(kernels, matrix.w, x, x.m, levels);
+  for (int64_t m : {1, 2, 3, 4, 5, 17}) {
+    for (const Weight& w : {matrix.w, matrix.other}) {
+      const Result some(kernels, w, x, m, levels);
+      const size_t bytes = some.y.size() * sizeof(float);
+      expect(std::memcmp(some.y.data(), all.y.data(), bytes) == 0, kernels,
+             "a row depends on the others, or on the order of the weight's", kind);
+    }
   }
   uint64_t hash = 14695981039346656037u;
   for (int64_t i = 0; i < x.m * matrix.kOutputs; ++i) {
