@@ -90,7 +90,8 @@ def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
         (2, 16, 64),
         (3, 160, 512),
         (4, 7, 1030),
-        (5, 67, 300),
+        (7, 67, 300),
+        (8, 40, 130),
         (33, 70, 768),
     ):
         weight = random_weights(n, k)[name]

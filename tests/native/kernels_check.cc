@@ -161,7 +161,7 @@ struct Result {
 uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input& x, int levels) {
   const auto kind = static_cast<int64_t>(matrix.w.kind);
   const Result all(kernels, matrix.w, x, x.m, levels);
-  for (int64_t m : {1, 2, 3, 4, 5, 17}) {
+  for (int64_t m : {1, 2, 3, 4, 5, 8, 17}) {
     for (const Weight& w : {matrix.w, matrix.other}) {
       const Result some(kernels, w, x, m, levels);
       const size_t bytes = some.y.size() * sizeof(float);

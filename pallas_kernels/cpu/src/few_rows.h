@@ -6,11 +6,11 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// For more rows panels are as fast, or registers do not hold the sums.
+// As many as registers hold the sums of: of nibbles, those of both runs at once.
 #if defined(__AVX512BW__) || defined(__aarch64__)
-inline constexpr int kFewRows = 4;
+constexpr int few_rows(Kind kind) { return kind <= Kind::kMxfp4 ? 4 : 8; }
 #else
-inline constexpr int kFewRows = 2;
+constexpr int few_rows(Kind kind) { return kind <= Kind::kMxfp4 ? 2 : 4; }
 #endif
 
 // Bytes that are asked for before they are read: the hardware alone stops at the end of every page.

@@ -136,8 +136,8 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   if constexpr (!kTiles<A>) {
-    if (p.w.interleaved && m <= kFewRows) {
-      return multiply_few<A, kind, kFewRows>(p, column, m, y);
+    if (p.w.interleaved && m <= few_rows(kind)) {
+      return multiply_few<A, kind, few_rows(kind)>(p, column, m, y);
     }
   }
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
