@@ -38,10 +38,7 @@ def interleave(weight: AnyWeight) -> AnyWeight:
         return weight
     if any(array.shape[1] % per_word for _, array, per_word in _matrices(weight)):
         return weight
-    arrays = {
-        name: jnp.asarray(_interleave(np.asarray(array), per_word))
-        for name, array, per_word in _matrices(weight)
-    }
+    arrays = {name: _interleave(array, per_word) for name, array, per_word in _matrices(weight)}
     return _replace(weight, interleave, out_features=weight.shape[0], **arrays)
 
 
@@ -82,11 +79,16 @@ def _replace(weight: Any, change: Callable[[Weight], Weight], **fields: Any) -> 
     return dataclasses.replace(weight, **fields)
 
 
-def _interleave(values: np.ndarray, per_word: int) -> np.ndarray:
+def _interleave(values: jax.Array, per_word: int) -> jax.Array:
     n, c = values.shape
-    padded = np.pad(values, ((0, -n % TILE), (0, 0)))
+    padding = ((0, -n % TILE), (0, 0))
+    padded: Any
+    if isinstance(values, jax.core.Tracer):
+        padded = jnp.pad(values, padding)
+    else:
+        padded = np.pad(np.asarray(values), padding)  # which has nothing to compile
     words = padded.reshape(-1, TILE, c // per_word, per_word)
-    return words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word)
+    return jnp.asarray(words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word))
 
 
 def _by_rows(values: jax.Array, per_word: int) -> jax.Array:

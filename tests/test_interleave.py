@@ -52,6 +52,7 @@ def test_there_and_back(name: str) -> None:
         assert changed.nbytes <= weight.nbytes / n * -(-n // TILE) * TILE
         assert_equal(by_rows(changed), weight)
         assert_equal(jax.jit(by_rows)(changed), weight)
+        assert_equal(jax.jit(interleave)(weight), changed)
         assert_equal(interleave(changed), changed)
         np.testing.assert_array_equal(dequantize(changed), dequantize(weight))
 
