@@ -33,8 +33,8 @@ from pallas_kernels.formats import (
     Weight,
     plain_values,
 )
-from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
+from specjax.params import prepack_weight
 
 LAYERS = {  # (K, N) of the linear layers, without repetition
     "Llama-3.2-1B": ((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),
@@ -117,9 +117,7 @@ def seconds(function: Callable[[int], object], calls: int, rounds: int = 7) -> f
 def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
     """Different weights whose bytes together exceed the cache."""
     rng = np.random.default_rng(0)
-    first = kernel.make(rng, n, k)
-    if jax.default_backend() == "cpu":
-        first = interleave(first)
+    first = prepack_weight(kernel.make(rng, n, k))
     count = max(2, int(CACHE_BYTES[jax.default_backend()] // first.nbytes) + 1)
     return (first, *(jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(count - 1)))
 

@@ -13,13 +13,7 @@ from jax import lax
 
 from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import check_activation, clip_activations
-from pallas_kernels.formats import (
-    Int4Weight,
-    Int8Weight,
-    Outliers,
-    Quantized,
-    Weight,
-)
+from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
 from pallas_kernels.interleave import by_rows
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight

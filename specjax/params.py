@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import Mesh
 
 from pallas_kernels import cpu
-from pallas_kernels.formats import Bfloat16Weight, Weight, plain_weight
+from pallas_kernels.formats import Bfloat16Weight, Weight, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
 from specjax.config import ModelConfig
 
@@ -104,7 +103,13 @@ def prepack(params: Params) -> Params:
     """
     if params.mesh is not None:
         return params
-    return _map_matrices(prepack_weight, params, embedding=params.lm_head is None)
+    looked_up = None if params.lm_head is None else params.embedding
+    weights, structure = jax.tree.flatten(params, is_leaf=is_format)
+    del params  # of a model that nobody else holds, each weight goes when its copy is there
+    for index, weight in enumerate(weights):
+        if weight is not looked_up:
+            weights[index] = prepack_weight(weight)
+    return jax.tree.unflatten(structure, weights)
 
 
 def prepack_weight(weight: Weight) -> Weight:
@@ -114,26 +119,7 @@ def prepack_weight(weight: Weight) -> Weight:
 
 def stored(params: Params) -> Params:
     """The same model row by row, as checkpoints hold it: the inverse of `prepack`."""
-    return _map_matrices(by_rows, params, embedding=True)
-
-
-def _map_matrices(change: Callable[[Weight], Weight], params: Params, *, embedding: bool) -> Params:
-    """The model with every matrix changed, the embedding only if asked for."""
-
-    def linear(old: Linear) -> Linear:
-        return dataclasses.replace(old, weight=change(old.weight))
-
-    def layer(old: Layer) -> Layer:
-        changed: dict[str, Any] = {name: linear(getattr(old, name)) for name in LINEARS}
-        return dataclasses.replace(old, **changed)
-
-    table: Any = change(params.embedding) if embedding else params.embedding
-    return dataclasses.replace(
-        params,
-        embedding=table,
-        layers=tuple(map(layer, params.layers)),
-        lm_head=None if params.lm_head is None else linear(params.lm_head),
-    )
+    return jax.tree.map(by_rows, params, is_leaf=is_format)
 
 
 def held(weight: Weight, dtype: str) -> Weight:

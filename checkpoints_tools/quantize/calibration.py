@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from checkpoints_tools.tokenizer import Tokenizer
-from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, take_rows
+from pallas_kernels.formats import Bfloat16Weight, Weight, is_format, take_rows
 from specjax.config import ModelConfig
 from specjax.kv_cache import KVCache
 from specjax.params import Layer, held, linear_shapes
@@ -167,7 +167,7 @@ def hold(layer: Layer, config: ModelConfig) -> Layer:
     return jax.tree.map(
         lambda weight: held(weight, config.dtype),
         layer,
-        is_leaf=lambda node: isinstance(node, Bfloat16Weight | Quantized),
+        is_leaf=is_format,
     )
 
 

@@ -19,7 +19,7 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   const Product p{w, how, x};
   if (how.arithmetic == Arithmetic::kBfloat16) {
     multiply<Arithmetic::kBfloat16>(p, m, panel * kColumns, y);
-  } else if (how.arithmetic == Arithmetic::kInteger && m > few_rows(w.kind)) {
+  } else if (how.arithmetic == Arithmetic::kInteger && !are_few(w, m)) {
     multiply<Arithmetic::kInteger>(p, m, panel * kColumns, y);
   } else {
     avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);

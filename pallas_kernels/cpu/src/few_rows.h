@@ -13,6 +13,9 @@ constexpr int few_rows(Kind kind) { return kind <= Kind::kMxfp4 ? 4 : 8; }
 constexpr int few_rows(Kind kind) { return kind <= Kind::kMxfp4 ? 2 : 4; }
 #endif
 
+// Whether m rows of x are multiplied so.
+inline bool are_few(const Weight& w, int64_t m) { return w.interleaved && m <= few_rows(w.kind); }
+
 // Bytes that are asked for before they are read: the hardware alone stops at the end of every page.
 inline constexpr int64_t kAhead = 1 << 14;
 

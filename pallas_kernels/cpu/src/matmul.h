@@ -136,9 +136,7 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   if constexpr (!kTiles<A>) {
-    if (p.w.interleaved && m <= few_rows(kind)) {
-      return multiply_few<A, kind, few_rows(kind)>(p, column, m, y);
-    }
+    if (are_few(p.w, m)) return multiply_few<A, kind, few_rows(kind)>(p, column, m, y);
   }
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
   for (int64_t pass = 0; pass < passes; ++pass) {
