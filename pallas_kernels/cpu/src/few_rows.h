@@ -49,31 +49,37 @@ class FewRows {
   using Vector = typename Sums<A>::Vector;
   static constexpr int64_t kWordBytes = 4;
   static constexpr int kChains = Sums<A>::kChains;
-  static constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;
-  static constexpr int kPartWords = chunk_bytes<A>(kind) / kParts / kWordBytes;
   static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTile;
-  static constexpr int kStep = 16;  // words whose places the compiler knows
+  static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same words
+  static constexpr int kSteps = kRun<A> / kSmallestGroup;
+  static constexpr int kStepWords = chunk_bytes<A>(kind) * kRuns / 2 / kSteps / kWordBytes;
 
+  // In steps of the smallest group: it is known where in a step a word is, and that it ends there.
   SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
-    const int64_t starts[2] = {run_start<A>(p_.w, chunk, 0), run_start<A>(p_.w, chunk, 1)};
-    const uint32_t* x[2] = {p_.words<A>(0, starts[0]), p_.words<A>(0, starts[1])};
     const int64_t stride = p_.how.inputs / kPerWord<A>, segment = p_.segment<A>();
-    Vector sums[2][R][kChains] = {};
-    const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
-      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-        Vector& sum = sums[run][r][word & (kChains - 1)];
-        sum = Sums<A>::add(sum, value, splat(x[run][r * stride + word]));
+    for (int first = 0; first < 2; first += kRuns) {
+      int64_t starts[kRuns];
+      const uint32_t* x[kRuns];
+      SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+        starts[run] = run_start<A>(p_.w, chunk, first + run);
+        x[run] = p_.words<A>(0, starts[run]);
       }
-      const int64_t end = (word + 1) * kPerWord<A>;
-      if (end % kSmallestGroup != 0 || (end & (segment - 1)) != 0) return;
-      end_segment(starts[run] + end - segment, sums[run], y);
-    };
-    SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
-      for (int first = 0; first < kPartWords; first += kStep) {
-        const uint8_t* word = from + (part * kPartWords + first) * kTile * kWordBytes;
-        SPECJAX_UNROLL for (int i = 0; i < kStep; ++i, word += kTile * kWordBytes) {
-          __builtin_prefetch(word + kAhead);
-          decoder_.decode(part, first + i, load<Word>(word + lane_), add);
+      Vector sums[kRuns][R][kChains] = {};
+      const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+        SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+          Vector& sum = sums[run][r][word & (kChains - 1)];
+          sum = Sums<A>::add(sum, value, splat(x[run][r * stride + word]));
+        }
+      };
+      for (int step = 0; step < kSteps; ++step) {
+        SPECJAX_UNROLL for (int i = 0; i < kStepWords; ++i, from += kTile * kWordBytes) {
+          __builtin_prefetch(from + kAhead);
+          decoder_.decode(0, step * kStepWords + i, load<Word>(from + lane_), add);
+        }
+        const int64_t end = (step + 1) * kSmallestGroup;
+        if ((end & (segment - 1)) != 0) continue;
+        SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+          end_segment(starts[run] + end - segment, sums[run], y);
         }
       }
     }
