@@ -2,9 +2,9 @@
 
 Each kind of drafter is measured once (`specjax.planning.measure`: acceptance and pass times at its
 longest drafts); the formula then predicts other draft lengths, and each of these decodes the same
-prompts. Drafters and plain decoding take turns, the prompt's pass is not counted, and the median
-ratio to plain decoding is compared with the prediction. Ends with status 1 if one is off by more
-than 10 %.
+prompts. Drafters and plain decoding take turns, and the prompts' passes are not counted. Compared
+with the prediction is the ratio of times that all prompts take, of each the median over the turns.
+Ends with status 1 if one is off by more than 10 %.
 
     python -m benchmarks.planner --json benchmarks/results/planner.json [--model DIR] [--draft DIR]
 
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 import specjax
-from benchmarks.common import parser, table, text_prompts, write
+from benchmarks.common import pad, parser, table, text_prompts, write
 from benchmarks.widen import DRAFT, LARGE, widen
 from specjax import planning
 from specjax.decoding import start
@@ -48,13 +49,15 @@ def main() -> int:
     if options.widen:
         params = widen(params, **LARGE)
     tokenizer = specjax.load_tokenizer(options.model)
-    texts = text_prompts(options.data, "arithmetic", options.batch)
+    texts = text_prompts(options.data, "arithmetic", options.prompts)
     prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
-    predicted: dict[str, float] = {}
-    measured: dict[str, float] = {}
+    predicted: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {}
     for kind, (longest, *others) in LENGTHS.items():
         first = _drafter(kind, longest, params, options)
-        found = planning.measure(params, first, prompts, max_new_tokens=options.max_new_tokens)
+        found = planning.measure(
+            params, first, prompts, rows=options.batch, max_new_tokens=options.max_new_tokens
+        )
         drafters: dict[str, specjax.Drafter] = {"plain": specjax.Autoregressive()}
         for lengths in others:
             name = f"{kind}, {'+'.join(map(str, lengths))}"
@@ -63,18 +66,21 @@ def main() -> int:
                 dataclasses.replace(level, draft_length=n)
                 for level, n in zip(found.levels, lengths, strict=True)
             ]
-            predicted[name] = planning.speedup(levels, found.draft_cost)
+            predicted[name] = {
+                "predicted_tokens": planning.expected_tokens(levels[0].acceptance, lengths[0]),
+                "predicted": planning.speedup(levels, found.draft_cost),
+            }
         measured |= _measure(params, prompts, drafters, options)  # before the machine changes
     rows = [
         {
             "model": Path(options.model).name + (", widened" if options.widen else ""),
             "batch": options.batch,
             "drafter": name,
-            "predicted": value,
-            "measured": measured[name],
-            "error": value / measured[name] - 1,
+            **values,
+            **measured[name],
+            "error": values["predicted"] / measured[name]["measured"] - 1,
         }
-        for name, value in predicted.items()
+        for name, values in predicted.items()
     ]
     print(table(rows, list(rows[0])))
     write(options.json, rows)
@@ -88,9 +94,10 @@ def _options() -> Any:
     add("--draft", help="a small model for the last level; half the layers if left out")
     add("--widen", action="store_true", help="models of a billion parameters")
     add("--batch", type=int, default=1)
+    add("--prompts", type=int, default=8, help="a multiple of the batch")
     add("--max-prompt", type=int, default=96)
-    add("--max-new-tokens", type=int, default=192)
-    add("--repeats", type=int, default=7)
+    add("--max-new-tokens", type=int, default=96)
+    add("--repeats", type=int, default=3)
     return parse.parse_args()
 
 
@@ -136,26 +143,41 @@ def _measure(
     prompts: list[list[int]],
     drafters: dict[str, specjax.Drafter],
     options: Any,
-) -> dict[str, float]:
-    """The speed-up of every drafter."""
+) -> dict[str, dict[str, float]]:
+    """The speed-up of every drafter over the one named plain, and its tokens per round."""
+    width = max(map(len, prompts))
 
-    def seconds(drafter: specjax.Drafter) -> float:
+    def run(drafter: specjax.Drafter, first: int) -> tuple[float, np.ndarray]:
+        """Seconds, and the tokens and rounds of some prompts."""
+        tokens, lengths = pad(prompts[first : first + options.batch], width)
         state = start(
-            params, prompts, drafter=drafter, max_new_tokens=options.max_new_tokens, stop_tokens=()
-        )
+            params, tokens, prompt_lengths=lengths, drafter=drafter,
+            max_new_tokens=options.max_new_tokens, stop_tokens=(),
+        )  # fmt: skip
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        jax.block_until_ready(_run(params, state, drafter))
-        return time.perf_counter() - begin
+        state = jax.block_until_ready(_run(params, state, drafter))
+        seconds = time.perf_counter() - begin
+        return seconds, np.array([state.stats.generated.sum(), state.stats.rounds.sum()])
 
     for drafter in drafters.values():
-        seconds(drafter)  # compiles
-    turns = [
-        {name: seconds(drafter) for name, drafter in drafters.items()}
-        for _ in range(options.repeats)
-    ]
+        run(drafter, 0)  # compiles
+    seconds = dict.fromkeys(drafters, 0.0)
+    counts = {name: np.zeros(2) for name in drafters}
+    for first in range(0, len(prompts), options.batch):
+        turns = [
+            {name: run(drafter, first) for name, drafter in drafters.items()}
+            for _ in range(options.repeats)
+        ]
+        for name in drafters:
+            seconds[name] += statistics.median(turn[name][0] for turn in turns)
+            counts[name] += turns[0][name][1]
     return {
-        name: statistics.median(turn["plain"] / turn[name] for turn in turns) for name in drafters
+        name: {
+            "measured_tokens": float(counts[name][0] / counts[name][1]),
+            "measured": seconds["plain"] / seconds[name],
+        }
+        for name in drafters
     }
 
 

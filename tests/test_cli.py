@@ -401,8 +401,8 @@ def test_plan_speed_measures(llama, tmp_path, capsys) -> None:
     assert [level["acceptance"] for level in numbers["levels"]] == [1]  # all layers: the target
     assert len(numbers["levels"][0]["measured"]) == 2
     assert re.search(r"Adaptive\(draft_cost=\d.*row_cost=\d", capsys.readouterr().out)
-    assert main([*command, "--prompts", str(prompts), "--rows", "3"]) == 1
-    assert "has 2 prompts, --rows 3" in capsys.readouterr().err
+    assert main([*command, *options[:4], "--limit", "1"]) == 1
+    assert "rows must be in 1 … 1, the number of prompts, got 2" in capsys.readouterr().err
 
 
 def test_plan_layers(llama, tmp_path, capsys) -> None:

@@ -171,6 +171,7 @@ def test_measured_costs_go_before_the_line() -> None:
         (lambda: planning.search_layers(MODEL, [[1, 96]]), "tokens must be in 0 … 95"),
         (lambda: planning.search_layers(MODEL, [[1, 2]], least=4), "least must be in 1 … 3"),
         (lambda: planning.measure(MODEL, specjax.LayerSkip((0,)), PROMPTS, turns=0), "turns"),
+        (lambda: planning.measure(MODEL, specjax.LayerSkip((0,)), PROMPTS, rows=9), "rows must be"),
         (lambda: planning.measure(MODEL, "fast", PROMPTS), "drafter must be a drafter"),
         (
             lambda: planning.measure(MODEL, specjax.Autoregressive(), PROMPTS, max_new_tokens=1),
@@ -293,3 +294,13 @@ def test_measure_counts_what_decoding_counts() -> None:
     assert found.speedup == planning.speedup(found.levels, found.draft_cost)
     schedule = found.adaptive()
     assert schedule.row_cost == found.levels[0].row_cost and schedule.draft_cost > 0
+
+
+def test_measure_takes_acceptance_from_all_prompts() -> None:
+    """Decoded one at a time they fare as they do together, since no row knows of its neighbours."""
+    drafter = specjax.LayerSkip((0, 2, 3), 2)
+    found = planning.measure(MODEL, drafter, PROMPTS, rows=1, max_new_tokens=12, turns=1)
+    stats = specjax.decode(MODEL, PROMPTS, drafter=drafter, max_new_tokens=12, stop_tokens=()).stats
+    assert 0 < found.levels[0].acceptance < 1
+    assert found.levels[0].acceptance == pytest.approx(float(stats.token_acceptance))
+    assert found.tokens_per_round == pytest.approx(float(stats.tokens_per_round))

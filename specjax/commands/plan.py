@@ -76,6 +76,7 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     add_quantize(parser)
     add_drafter(parser)
     add("--prompts", type=Path, help="prompts to measure with: JSON lines, or one text per line")
+    add("--limit", type=int, help="only the first prompts of the file")
     add("--rows", type=int, default=1, help="prompts at a time")
     add("--max-new-tokens", type=int, default=64)
 
@@ -170,16 +171,12 @@ def _measured(options: argparse.Namespace) -> tuple[tuple[Level, ...], float]:
     """Acceptance and costs of the drafter that the options name."""
     if options.prompts is None:
         raise ValueError("--measure needs --prompts, a file of prompts")
-    if options.rows < 1:
-        raise ValueError(f"--rows must be at least 1, got {options.rows}")
-    texts = read_prompts(options.prompts)[: options.rows]
-    if len(texts) < options.rows:
-        raise ValueError(f"{options.prompts} has {len(texts)} prompts, --rows {options.rows}")
+    texts = read_prompts(options.prompts)[: options.limit]
     params, original = load_target(options)
     drafter = make_drafter(options, params, original)
     tokenizer = specjax.load_tokenizer(options.model)
     found = planning.measure(
-        params, drafter, [tokenizer.encode(text) for text in texts],
+        params, drafter, [tokenizer.encode(text) for text in texts], rows=options.rows,
         max_new_tokens=options.max_new_tokens,
     )  # fmt: skip
     schedule = found.adaptive()

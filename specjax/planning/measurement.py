@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from specjax.checks import check_integer
-from specjax.decoding import decode, start
+from specjax.decoding import decode, row_keys, start
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
 from specjax.params import Params
 from specjax.planning.speed import Level, draft_time, speedup
-from specjax.prompts import Prompt
+from specjax.prompts import Prompt, normalize_prompt
 from specjax.rounds import verify
 from specjax.sampling import Sampling
 from specjax.state import DecodeState, Proposal
@@ -65,6 +65,7 @@ def measure(
     prompts: Prompt,
     *,
     prompt_lengths: jax.Array | Sequence[int] | None = None,
+    rows: int | None = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     key: jax.Array | None = None,
@@ -72,45 +73,72 @@ def measure(
 ) -> Measurement:
     """Measures what `speedup` and `Adaptive` want to know.
 
-    Acceptance is that of decoding the prompts; passes are timed with the prompts as context, at 1 …
-    N + 1 tokens where N is the drafter's draft_length. The formulas take every round for one of N
-    drafts and every α for the same, so a drafter with a schedule or a confidence is measured
+    Acceptance is that of decoding all prompts; passes are timed with the first of them as context,
+    at 1 … N + 1 tokens where N is the drafter's draft_length. The formulas take every round for one
+    of N drafts and every α for the same, so a drafter with a schedule or a confidence is measured
     without them.
 
     Args:
       params: the target.
       drafter: a drafter that proposes chains; the models of a MultiLevel are measured each.
-      prompts, prompt_lengths, max_new_tokens, sampling, key: as for `specjax.decode`. The number of
-        prompts is the batch size that costs are measured at.
+      prompts, prompt_lengths, max_new_tokens, sampling, key: as for `specjax.decode`.
+      rows: how many prompts are decoded at a time, the batch size that costs are measured at; all
+        of them unless given. The last batch begins anew with the first prompts where some lack.
       turns: how often every pass is timed.
 
     Returns:
       The measurement.
 
     Raises:
-      ValueError: as `specjax.decode` does; the drafter proposes nothing; or `turns` is less than 1.
+      ValueError: as `specjax.decode` does; the drafter proposes nothing; `turns` is less than 1, or
+        `rows` not in 1 … the number of prompts.
     """
     if check_integer("turns", turns) < 1:
         raise ValueError(f"turns must be at least 1, got {turns}")
     options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens, "prompt_lengths": prompt_lengths, "sampling": sampling,
-        "key": key, "stop_tokens": (),
+        "max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": (),
     }  # fmt: skip
     drafter = _of_fixed_length(drafter)
-    result = decode(params, prompts, drafter=drafter, **options)
+    tokens, lengths = normalize_prompt(prompts, prompt_lengths, params.config)
+    batches = _batches(tokens, lengths, row_keys(sampling, key, tokens.shape[0]), rows)
+    results = [decode(params, drafter=drafter, **batch, **options) for batch in batches]
     if drafter.draft_length == 0:
         raise ValueError(f"drafter must propose something, got {drafter!r}")
     last, models = _split(drafter, _Model(params, "a16", None, drafter.draft_length, 0))
-    timers = [_verifications(model, prompts, options) for model in models]
-    timers.append([_round(models[-1], last, len(models) - 1, prompts, options)])
+    options |= batches[0]
+    timers = [_verifications(model, options) for model in models]
+    timers.append([_round(models[-1], last, len(models) - 1, options)])
     costs, seconds = _relative(timers, turns)
+    counts = jax.tree.map(
+        lambda *parts: jnp.concatenate(parts),
+        *((result.stats, *result.levels) for result in results),
+    )
     levels = tuple(
         _level(measured, float(stats.token_acceptance))
-        for measured, stats in zip(costs, (result.stats, *result.levels), strict=False)
+        for measured, stats in zip(costs, counts, strict=False)
     )
     drafts = max(costs[-1][0] - costs[-2][-1], 0.0)  # of a round, without its verification
     draft_cost = drafts / last.draft_length
-    return Measurement(levels, draft_cost, seconds, float(result.stats.tokens_per_round))
+    return Measurement(levels, draft_cost, seconds, float(counts[0].tokens_per_round))
+
+
+def _batches(
+    tokens: jax.Array, lengths: jax.Array, keys: jax.Array | None, rows: int | None
+) -> list[dict[str, Any]]:
+    """The prompts as arguments of `decode`, `rows` at a time."""
+    count = tokens.shape[0]
+    rows = count if rows is None else check_integer("rows", rows)
+    if not 1 <= rows <= count:
+        raise ValueError(f"rows must be in 1 … {count}, the number of prompts, got {rows}")
+    numbers = (np.arange(first, first + rows) % count for first in range(0, count, rows))
+    return [
+        {
+            "prompt": tokens[chosen],
+            "prompt_lengths": lengths[chosen],
+            "key": None if keys is None else keys[chosen],
+        }
+        for chosen in numbers
+    ]
 
 
 class _Model(NamedTuple):
@@ -150,11 +178,9 @@ def _split(drafter: Drafter, above: _Model, depth: int = 0) -> tuple[Drafter, li
     return last, [above, *models]
 
 
-def _verifications(
-    model: _Model, prompts: Prompt, options: dict[str, Any]
-) -> list[Callable[[int], float]]:
+def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int], float]]:
     """Timers of the model's passes over 0 … N drafts."""
-    state = start(model.params, prompts, drafter=Autoregressive(), **options)
+    state = start(model.params, drafter=Autoregressive(), **options)
     holder = [dataclasses.replace(state, lag=model.lag)]
 
     def timer(drafts: int) -> Callable[[int], float]:
@@ -169,14 +195,14 @@ def _verifications(
 
 
 def _round(
-    model: _Model, drafter: Drafter, depth: int, prompts: Prompt, options: dict[str, Any]
+    model: _Model, drafter: Drafter, depth: int, options: dict[str, Any]
 ) -> Callable[[int], float]:
     """A timer of whole drafts for a model with so many levels above it, and of verifying them.
 
     Alone, the drafting model might stay in the processor's caches, from which the other one drives
     it in every round.
     """
-    state = start(model.params, prompts, drafter=drafter, **options)
+    state = start(model.params, drafter=drafter, **options)
     holder = [dataclasses.replace(state, lag=model.lag, depth=depth)]
 
     def program(state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
