@@ -325,7 +325,7 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
         stores = []
         for refine in (True, False):
             sequences: list[np.ndarray] = []
-            for name, texts in _corpora(options).items():
+            for name, texts in corpora(options).items():
                 out = folder / f"{name}-{options.sequences}-{options.keep}-{refine}"
                 if not out.exists():
                     corpus = folder / f"{name}.jsonl"
@@ -342,7 +342,7 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
         return stores
 
 
-def _corpora(options: Any) -> dict[str, list[str]]:
+def corpora(options: Any) -> dict[str, list[str]]:
     """Shuffled texts of about 800 characters, a sequence each."""
     with (options.data / "prompts" / "gsm8k_train.jsonl").open() as lines:
         problems = [json.loads(line) for line in lines]

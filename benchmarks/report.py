@@ -271,6 +271,7 @@ SECTIONS: Sequence[tuple[str, str, Callable[[Rows], str]]] = (
     ("Drafts from models, a billion parameters", "drafters", _drafters),
     ("Predicted and measured speed-up", "planner", _plain),
     ("Drafts without a model", "compression", _compression),
+    ("What refinement of a corpus is worth", "refinement", _plain),
     ("What drafts without a model cost", "drafter_cost", _plain),
     ("Continuous batching", "batching", _plain),
     ("Many devices", "parallel", _plain),

@@ -63,7 +63,7 @@ def build_datastore(
             f"length must be between {_SHORTEST} and the model's "
             f"{params.config.max_position_embeddings} positions, got {length}"
         )
-    sequences = _tokenize(tokenizer, Path(corpus), length)
+    sequences = tokenize(tokenizer, Path(corpus), length)
     if refine and keep is not None and keep < len(sequences):
         path = Path(out).resolve()
         scores = path.parent / f".{path.name}.scores-{digest(params, sequences)}"
@@ -111,7 +111,7 @@ def score_sequences(
     return np.array(scores)
 
 
-def _tokenize(tokenizer: Tokenizer, corpus: Path, length: int) -> list[np.ndarray]:
+def tokenize(tokenizer: Tokenizer, corpus: Path, length: int) -> list[np.ndarray]:
     """Every text of the corpus in pieces of at most `length` tokens."""
     sequences = []
     for text in _texts(corpus):
