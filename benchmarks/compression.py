@@ -154,15 +154,18 @@ def drafters(setup: Setup) -> dict[str, Drafter]:
 
 
 def _greedy(setup: Setup) -> Rows:
-    """All prompts in batches; then some of them, one at a time."""
-    few = setup.subset(2)
-    plain = decode(setup, Autoregressive()), decode(few, Autoregressive(), batch=1)
+    """All prompts; if in batches, then some of them one at a time as well."""
+    batch = setup.options.batch
+    runs = [(setup, batch)] if batch == 1 else [(setup, batch), (setup.subset(2), 1)]
+    plain = [decode(own, Autoregressive(), batch=rows) for own, rows in runs]
     for name, drafter in drafters(setup).items():
-        done = decode(setup, drafter), decode(few, drafter, batch=1)
-        differing = sum(_differing(*pair) for pair in zip(done, plain, strict=True))
-        counts = {"compared": len(setup.prompts) + len(few.prompts), "differing": differing}
-        by_step = np.cumsum(done[0].gained).tolist()
-        yield {"drafter": name, **_ratios(setup, done[0]), **counts, "by_step": by_step}
+        done = [decode(own, drafter, batch=rows) for own, rows in runs]
+        yield {
+            "drafter": name, "batch": batch, **_ratios(setup, done[0]),
+            "compared": sum(len(own.prompts) for own, _ in runs),
+            "differing": sum(map(_differing, done, plain)),
+            "by_step": np.cumsum(done[0].gained).tolist(),
+        }  # fmt: skip
 
 
 def _sampled(setup: Setup) -> Rows:

@@ -114,6 +114,8 @@ def _compression(rows: Rows) -> str:
 
     compared = sum(row.get("compared", 0) for row in rows)
     differing = sum(row.get("differing", 0) for row in rows)
+    # One prompt at a time gives the same texts, and so the same counts.
+    rows = [row for row in rows if row.get("batch") != 1]
     _step_picture([row for row in rows if "by_step" in row], DOCS / "tokens-by-step.png")
     _source_picture(part("sources"), DOCS / "acceptance-by-source.png")
     return "\n\n".join(

@@ -9,6 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from specjax.params import Params
+from tests.random_models import quantized_model
+from tests.word_tokenizer import WordTokenizer
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -27,3 +31,20 @@ def data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no real data at {path}; set SPECJAX_DATA to its folder")
     return path
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled programs of commands are shared among them and kept out of the user's cache."""
+    base = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Params:
+    """Stands in for the model of every command."""
+    params = quantized_model()
+    tokenizer = WordTokenizer(params.config.vocab_size)
+    monkeypatch.setattr("specjax.load", lambda source: params)
+    monkeypatch.setattr("specjax.load_tokenizer", lambda source: tokenizer)
+    return params

@@ -8,25 +8,15 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models
 
 import specjax
 from checkpoints_tools.loading import SHIPPED_PATH
 from specjax.cli import main
 from specjax.commands.lm_eval import read_options
-from specjax.params import Params
-from tests.random_models import quantized_model
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled programs of these tests are shared among them and kept out of the user's cache."""
-    base = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _generate(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -258,39 +248,6 @@ def test_a_bad_number_says_what_is_accepted(arguments, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
-class LlamaTokenizer:
-    """Tokens are words with their space before them, which the first word of a text loses."""
-
-    def __init__(self, vocab_size: int) -> None:
-        vocab = {"<s>": 0, "</s>": 1} | {f"▁w{index}": index for index in range(2, vocab_size)}
-        self._backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<s>"))
-        self._backend.add_special_tokens(["<s>", "</s>"])
-        self._backend.decoder = decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
-
-    def encode(self, text: str) -> list[int]:
-        return [0, *(int(word[1:]) for word in text.split())]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(list(ids))
-
-
-@pytest.fixture
-def llama(monkeypatch: pytest.MonkeyPatch) -> Params:
-    """Stands in for the model of every command."""
-    params = quantized_model()
-    tokenizer = LlamaTokenizer(params.config.vocab_size)
-    monkeypatch.setattr("specjax.load", lambda source: params)
-    monkeypatch.setattr("specjax.load_tokenizer", lambda source: tokenizer)
-    return params
-
-
 def test_trace_keeps_the_spaces_of_sentencepiece(llama, capsys) -> None:
     command = ["generate", "w72 w33 w44", "--max-new-tokens", "40", "--activation", "a4"]
     assert main(command) == 0
@@ -350,71 +307,3 @@ def test_evaluate_says_what_is_wrong(tmp_path, capsys) -> None:
     assert "line 1" in capsys.readouterr().err
     assert main(["evaluate", "perplexity", str(tmp_path / "none.txt")]) == 1
     assert "none.txt" in capsys.readouterr().err
-
-
-def _picture(tmp_path, name: str) -> list[str]:
-    """The option to draw, where there is something to draw with."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
-    return ["--picture", str(tmp_path / f"{name}.png")]
-
-
-def test_plan_memory(tmp_path, capsys) -> None:
-    target = tmp_path / "numbers.json"
-    options = ["--weights", "int4", "--draft-weights", "mxfp4", "--share-cache", "--json"]
-    picture = _picture(tmp_path, "memory")
-    assert main(["plan", "memory", *options, str(target), "--device", "20MB", *picture]) == 0
-    numbers = json.loads(target.read_text())
-    params = specjax.load("tiny")
-    assert numbers["target"] == params.nbytes and numbers["draft_cache"] == 0
-    parts = ("target", "draft", "target_cache", "draft_cache", "activations")
-    assert numbers["total"] == sum(numbers[part] for part in parts) < 20e6
-    assert numbers["longest context"] == params.config.max_position_embeddings
-    assert re.search(rf"most rows +{numbers['most rows']}\n", capsys.readouterr().out)
-    assert len(list(tmp_path.glob("*.png"))) == bool(picture)
-
-
-def test_plan_speed(tmp_path, capsys) -> None:
-    target = tmp_path / "numbers.json"
-    options = ["--acceptance", "0.9,0.6", "--draft-cost", "0.25,0.02", "--longest", "6"]
-    picture = _picture(tmp_path, "speed")
-    assert main(["plan", "speed", *options, "--json", str(target), *picture]) == 0
-    lengths = json.loads(target.read_text())["lengths"]
-    best = max(lengths, key=lambda row: row["speed-up"])
-    levels = [specjax.planning.Level(0.9), specjax.planning.Level(0.6, pass_cost=0.25)]
-    expected = specjax.planning.best_draft_lengths(levels, 0.02, 6)
-    assert best["draft length"] == expected[0].draft_length
-    assert best["speed-up"] == specjax.planning.speedup(expected, 0.02)
-    assert f"best: {best['draft length']} drafts" in capsys.readouterr().out
-    assert len(list(tmp_path.glob("*.png"))) == bool(picture)
-    assert main(["plan", "speed", "--acceptance", "0.1", "--draft-cost", "0.9"]) == 0
-    assert "does not pay" in capsys.readouterr().out
-
-
-def test_plan_speed_measures(llama, tmp_path, capsys) -> None:
-    prompts, target = tmp_path / "prompts.txt", tmp_path / "numbers.json"
-    prompts.write_text("w72 w33 w44\nw1 w2\n")
-    command = ["plan", "speed", "--measure", "--drafter", "layer-skip", "--layers", "0,1"]
-    options = ["--prompts", str(prompts), "--rows", "2", "--max-new-tokens", "8", "--json"]
-    assert main([*command, "--draft-length", "1", *options, str(target)]) == 0
-    numbers = json.loads(target.read_text())
-    assert [level["acceptance"] for level in numbers["levels"]] == [1]  # all layers: the target
-    assert len(numbers["levels"][0]["measured"]) == 2
-    assert re.search(r"Adaptive\(draft_cost=\d.*row_cost=\d", capsys.readouterr().out)
-    assert main([*command, *options[:4], "--limit", "1"]) == 1
-    assert "rows must be in 1 … 1, the number of prompts, got 2" in capsys.readouterr().err
-
-
-def test_plan_layers(llama, tmp_path, capsys) -> None:
-    text, target = tmp_path / "text.txt", tmp_path / "numbers.json"
-    text.write_text(" ".join(f"w{2 + i * 7 % 90}" for i in range(40)))
-    picture = _picture(tmp_path, "layers")
-    options = ["--sequences", "2", "--length", "16", "--json", str(target), *picture]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LlamaTokenizer, "encode", lambda _, text: [int(w[1:]) for w in text.split()])
-        assert main(["plan", "layers", str(text), *options]) == 0
-    (found,) = json.loads(target.read_text())["sets"]
-    assert found["layers"] in ([0], [1]) and 0 <= found["acceptance"] <= 1
-    out = capsys.readouterr().out
-    assert ("--drafter layer-skip --layers" in out) == (found["speedup"] >= 1)
-    assert len(list(tmp_path.glob("*.png"))) == bool(picture)
