@@ -66,9 +66,11 @@ def main() -> int:
                 dataclasses.replace(level, draft_length=n)
                 for level, n in zip(found.levels, lengths, strict=True)
             ]
+            tokens = options.max_new_tokens
+            rounds = planning.expected_rounds(tokens, levels[0].acceptance, lengths[0])
             predicted[name] = {
-                "predicted_tokens": planning.expected_tokens(levels[0].acceptance, lengths[0]),
-                "predicted": planning.speedup(levels, found.draft_cost),
+                "predicted_tokens": tokens / rounds,
+                "predicted": planning.speedup(levels, found.draft_cost, tokens),
             }
         measured |= _measure(params, prompts, drafters, options)  # before the machine changes
     rows = [

@@ -86,6 +86,10 @@ def test_rounds_that_a_draft_needs() -> None:
     assert planning.expected_rounds(8, 1.0, 3) == 2
     assert planning.expected_rounds(9, 1.0, 3) == 3
     assert planning.expected_rounds(8, 0.0, 3) == 8
+    # Nine tokens take three whole rounds of which the last one makes three too many.
+    assert planning.speedup(Level(1.0, 3), 0.0, 9) == pytest.approx(3)
+    whole = planning.speedup(Level(0.7, 3), 0.1)
+    assert planning.speedup(Level(0.7, 3), 0.1, 10_000) == pytest.approx(whole, rel=1e-3)
     assert draft_time(8, [Level(1.0, 3, pass_cost=0.25)], 0.01) == pytest.approx(2 * 0.28)
 
 
@@ -161,6 +165,7 @@ def test_measured_costs_go_before_the_line() -> None:
         (lambda: planning.speedup(Level(0.5), -0.1), "draft_cost must be 0 or more"),
         (lambda: planning.speedup(Level(0.5), math.nan), "draft_cost must be 0 or more"),
         (lambda: planning.speedup([], 0.1), "at least one Level"),
+        (lambda: planning.speedup(Level(0.5), 0.1, 0), "tokens must be at least 1, got 0"),
         (lambda: planning.best_draft_lengths(Level(0.5), 0.1, 0), "longest must be at least 1"),
         (lambda: planning.ml_specqd_speedup([0.5], [4, 4], [4]), "as many levels"),
         (lambda: planning.ml_specqd_speedup([0.5], [4], [0]), "times_faster must be more than 0"),

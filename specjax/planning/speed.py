@@ -89,25 +89,29 @@ def expected_rounds(tokens: int, acceptance: float, draft_length: int) -> float:
     return rounds[tokens]
 
 
-def speedup(levels: Level | Sequence[Level], draft_cost: float) -> float:
+def speedup(levels: Level | Sequence[Level], draft_cost: float, tokens: int | None = None) -> float:
     """Tokens per second over plain decoding's (the article, "Speedup model").
 
     Args:
       levels: the target with what drafts for it; where that is drafted for in turn, it comes next,
         with its own pass_cost and row_cost.
       draft_cost: one drafting pass of the last drafter (ML-SpecQD's 1 / S).
+      tokens: of a text, whose last round may make more than it needs; None: of one without end.
 
     Returns:
       The speed-up; below 1 drafting does not pay.
 
     Raises:
-      ValueError: no levels, or a cost is negative or no number.
+      ValueError: no levels, a cost is negative or no number, or `tokens` is less than 1.
     """
     target, *inner = _as_levels(levels)
     check_cost("draft_cost", draft_cost)
     n = target.draft_length
     cost = draft_time(n, inner, draft_cost) + target.verification(n)
-    return expected_tokens(target.acceptance, n) / cost
+    if tokens is None:
+        return expected_tokens(target.acceptance, n) / cost
+    rounds = expected_rounds(check_length(tokens, "tokens"), target.acceptance, n)
+    return tokens / (rounds * cost)
 
 
 def draft_time(tokens: int, levels: Sequence[Level], draft_cost: float) -> float:
