@@ -331,8 +331,7 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
             for name, texts in corpora(options).items():
                 out = folder / f"{name}-{options.sequences}-{options.keep}-{refine}"
                 if not out.exists():
-                    corpus = folder / f"{name}.jsonl"
-                    corpus.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+                    corpus = write_corpus(folder / f"{name}.jsonl", texts)
                     build_datastore(
                         params, tokenizer, corpus, out, keep=options.keep, refine=refine
                     )
@@ -343,6 +342,12 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
                 ]
             stores.append(Datastore.create(sequences, params.config.vocab_size))
         return stores
+
+
+def write_corpus(path: Path, texts: Sequence[str]) -> Path:
+    """The texts as JSON lines, for `datastore build`."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
 
 
 def corpora(options: Any) -> dict[str, list[str]]:

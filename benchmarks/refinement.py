@@ -11,7 +11,6 @@ would have led to. Every look-up has the budget of REST, 64 nodes.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 import specjax
 from benchmarks.common import pad, parser, table, text_prompts, write
-from benchmarks.compression import KINDS, corpora
+from benchmarks.compression import KINDS, corpora, write_corpus
 from specjax import Autoregressive, Datastore, Params, Retrieval, Sampling
 from specjax.decoding import start
 from specjax.evaluation.corpus import score_sequences, tokenize
@@ -91,8 +90,7 @@ def _scored(
     shares, nats = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name, texts in corpora(options).items():
-            corpus = Path(folder, f"{name}.jsonl")
-            corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            corpus = write_corpus(Path(folder, f"{name}.jsonl"), texts)
             own = tokenize(tokenizer, corpus, 256)
             nats.append(score_sequences(params, own, Path(folder, f"{name}.scores"), 8))
             shares.append(np.argsort(np.argsort(nats[-1], kind="stable")) / len(own))
