@@ -111,14 +111,15 @@ static int shapes_fit(int sums, int left, int right) {
          shapes.bytes[left] == 4 * shapes.rows[right] && shapes.bytes[sums] % 4 == 0;
 }
 
-// TDPBSUD: signed bytes of `left` by unsigned ones of `right`.
+// TDPBSSD: signed bytes by signed ones.
 static void multiply_integers(int sums, int left, int right) {
   for (int m = 0; m < shapes.rows[sums]; ++m) {
     for (int n = 0; n < shapes.bytes[sums] / 4; ++n) {
       uint32_t sum;
       memcpy(&sum, &tiles[sums][m][4 * n], 4);
       for (int k = 0; k < shapes.bytes[left]; ++k) {
-        sum += (uint32_t)((int8_t)tiles[left][m][k] * tiles[right][k / 4][4 * n + k % 4]);
+        sum += (uint32_t)((int8_t)tiles[left][m][k] *
+                          (int8_t)tiles[right][k / 4][4 * n + k % 4]);
       }
       memcpy(&tiles[sums][m][4 * n], &sum, 4);
     }
@@ -165,7 +166,7 @@ static int execute(const Instruction* i) {
       return copy(i, 0);
     case 0x4B << 8 | kF3 << 4:  // TILESTORED
       return copy(i, 1);
-    case 0x5E << 8 | kF3 << 4 | 1:  // TDPBSUD
+    case 0x5E << 8 | kF2 << 4 | 1:  // TDPBSSD
       if (!shapes_fit(i->reg, i->rm, i->operand)) return 0;
       multiply_integers(i->reg, i->rm, i->operand);
       ++integer_products;

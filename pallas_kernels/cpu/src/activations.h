@@ -84,27 +84,41 @@ inline void prepare_bfloat16(const Preparation& how, const float* values, uint16
   }
 }
 
+// Row `row` of [rows, words] -> [words / depth, rows, depth].
+inline void write_tiled(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
+                        uint32_t* out) {
+  for (int64_t i = 0; i < count; i += how.depth) {
+    std::memcpy(out + i * how.rows + row * how.depth, words + i, how.depth * sizeof(uint32_t));
+  }
+}
+
 inline void prepare_row(const Preparation& how, const Input& x, int64_t row, float* values,
                         const Prepared& out) {
   read_row(x, row, values);
   std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
+  const int64_t count = how.arithmetic == Arithmetic::kInteger    ? how.inputs / 4
+                        : how.arithmetic == Arithmetic::kBfloat16 ? how.inputs / 2
+                                                                  : how.inputs;
+  uint32_t* words = how.depth == 0 ? out.words + row * count
+                                   : reinterpret_cast<uint32_t*>(values + how.inputs);
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
   if (how.arithmetic == Arithmetic::kInteger) {
     const int64_t groups = how.inputs / how.group_size;
-    int8_t* q = reinterpret_cast<int8_t*>(out.words) + row * how.inputs;
+    int8_t* q = reinterpret_cast<int8_t*>(words);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t start = g * how.group_size;
       out.scales[row * groups + g] = quantize(values + start, how.group_size, how.levels, q + start);
     }
     sum_runs(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + row * sums);
-    return;
-  }
-  sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + row * sums);
-  if (how.arithmetic == Arithmetic::kBfloat16) {
-    prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(out.words) + row * how.inputs);
   } else {
-    std::memcpy(out.words + row * how.inputs, values, how.inputs * sizeof(float));
+    sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + row * sums);
+    if (how.arithmetic == Arithmetic::kBfloat16) {
+      prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(words));
+    } else {
+      std::memcpy(words, values, how.inputs * sizeof(float));
+    }
   }
+  if (how.depth != 0) write_tiled(how, words, count, row, out.words);
 }
 
 }  // namespace specjax::SPECJAX_ISA

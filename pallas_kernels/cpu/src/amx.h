@@ -1,12 +1,14 @@
 // The kernels for processors with tile products: those for AVX-512, which such processors have too,
 // but for the products that tiles do faster.
 //
-// Integer sums are exact, so there tiles and vectors may take turns: a panel of a few rows is
-// bound by its decoding, which vectors need not store. A tile's sums of bfloat16 products are rounded
-// in an order of their own, so there tiles do all: a row's bits must not depend on the other rows.
+// Integer sums are exact, so there tiles and vectors may take turns: what a few rows need of 4-bit
+// codes is mostly their decoding, which vectors need not store. A tile's sums of bfloat16 products
+// are rounded in an order of their own, so there tiles do all: a row's bits must not depend on the
+// other rows.
 #pragma once
 
 #include "matmul.h"
+#include "tile_product.h"
 
 namespace specjax::avx512_bf16 {
 extern const Kernels kernels;
@@ -17,13 +19,33 @@ namespace specjax::SPECJAX_ISA {
 inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, const Prepared& x,
                                     int64_t m, int64_t panel, float* y) {
   const Product p{w, how, x};
-  if (how.arithmetic == Arithmetic::kBfloat16) {
-    multiply<Arithmetic::kBfloat16>(p, m, panel * kColumns, y);
-  } else if (how.arithmetic == Arithmetic::kInteger && !are_few(w, m)) {
-    multiply<Arithmetic::kInteger>(p, m, panel * kColumns, y);
-  } else {
+  const int64_t column = panel * kColumns;
+  constexpr Arithmetic kInteger = Arithmetic::kInteger, kBfloat16 = Arithmetic::kBfloat16;
+  if (how.depth == 0) {
     avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
+  } else if (how.arithmetic == kInteger) {
+    if (w.kind == Kind::kInt4) return multiply_by_tiles<kInteger, Kind::kInt4>(p, m, column, y);
+    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kInteger, Kind::kMxfp4>(p, m, column, y);
+    multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
+  } else {
+    if (w.kind == Kind::kInt4) return multiply_by_tiles<kBfloat16, Kind::kInt4>(p, m, column, y);
+    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kBfloat16, Kind::kMxfp4>(p, m, column, y);
+    multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
   }
+}
+
+inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
+  Preparation how = preparation(w, x, levels);
+  const bool integers = how.arithmetic == Arithmetic::kInteger;
+  const bool few = integers && w.nibbles() && are_few(w, x.m);
+  if (few || how.arithmetic == Arithmetic::kFloat32) return how;
+  if (w.zeros == nullptr) how.sum_size = 0;  // codes are decoded to signed integers
+  const int64_t group_words = w.group_size / (integers ? 4 : 2);
+  how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
+  const int64_t portions = (x.m + kTileRows - 1) / kTileRows;
+  how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
+  how.rows = portions * how.portion;
+  return how;
 }
 
 // A tile product is so many operations per arithmetic's products in a word.
@@ -35,12 +57,11 @@ inline constexpr int kProbeCalls = 8;
 template <Arithmetic A>
 inline uint32_t multiply_only_tiles(int64_t operations) {
   alignas(64) Word zeros[kTileRows] = {};
-  const TileShapes<A> shapes(kTileRows, kTileWords);
-  load_tile<4>(zeros, kBytes), load_tile<5>(zeros, kBytes), load_tile<6>(zeros, kBytes);
-  zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-  for (int64_t done = 0; done < operations; done += 4 * kTileOperations) {
-    add_product<A, 0, 4, 5>(), add_product<A, 1, 4, 6>();
-    add_product<A, 2, 4, 5>(), add_product<A, 3, 4, 6>();
+  const TileShapes shapes(kTileRows, kTileWords);
+  load_tile<2>(zeros, kBytes), load_tile<3>(zeros, kBytes);
+  zero_tile<0>(), zero_tile<1>();
+  for (int64_t done = 0; done < operations; done += 2 * kTileOperations) {
+    add_product<A, 0, 3, 2>(), add_product<A, 1, 3, 2>();
   }
   store_tile<0>(zeros, kBytes);
   return zeros[0][0];

@@ -16,7 +16,7 @@ extern const Kernels kernels;
 // constexpr: what is computed when the library is loaded would run on machines that lack the
 // instructions.
 #if defined(__AMX_INT8__)
-constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
+constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation_for_tiles, prepare_row,
                              multiply_panel_by_tiles, attention_sizes, attend_block, clear_sums,
                              add_block, write_result, read_only, multiply_only_by_tiles,
                              kProbeCalls * kProbeOperations};

@@ -92,15 +92,15 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
 // Memory for one prepared x, kept by the thread for its next call.
 class Storage {
  public:
-  Prepared reserve(const Preparation& how, int64_t m) {
+  Prepared reserve(const Preparation& how) {
     const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
     const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
-    const size_t needed = m * (how.inputs + groups + sums) + kSlack;
+    const size_t needed = how.rows * (how.inputs + groups + sums) + kSlack;
     if (memory_.size() < needed) memory_.resize(needed);
     uint32_t* start = memory_.data();
     start += (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 / sizeof(uint32_t);
-    float* scales = reinterpret_cast<float*>(start + m * how.inputs);
-    return {start, scales, scales + m * groups};
+    float* scales = reinterpret_cast<float*>(start + how.rows * how.inputs);
+    return {start, scales, scales + how.rows * groups};
   }
 
  private:
@@ -113,7 +113,7 @@ void prepare(ffi::ThreadPool& pool, const Kernels& kernels, const Preparation& h
   const int64_t rows = std::max<int64_t>(1, kSerialWork / how.inputs);
   parallel_for(pool, (x.m + rows - 1) / rows, [&](int64_t part) {
     thread_local std::vector<float> values;
-    if (values.size() < static_cast<size_t>(how.inputs)) values.resize(how.inputs);
+    if (values.size() < static_cast<size_t>(2 * how.inputs)) values.resize(2 * how.inputs);
     for (int64_t row = part * rows; row < std::min(x.m, (part + 1) * rows); ++row) {
       kernels.prepare_row(how, x, row, values.data(), out);
     }
@@ -143,7 +143,7 @@ void multiply(ffi::ThreadPool& pool, const Kernels& kernels, const Input& x,
     if (same != products.begin() + i) {
       product.x = same->x;
     } else {
-      product.x = storage[i].reserve(product.how, x.m);
+      product.x = storage[i].reserve(product.how);
       prepare(pool, kernels, product.how, x, product.x);
     }
   }

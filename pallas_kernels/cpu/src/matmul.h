@@ -5,7 +5,6 @@
 #pragma once
 
 #include "few_rows.h"
-#include "tiles.h"
 
 namespace specjax::SPECJAX_ISA {
 
@@ -60,34 +59,15 @@ inline void add_rows(const Product& p, const Group* groups, const Place& place, 
   add_segment<A, R>(p, groups, place, panel, start, row, ahead, y);
 }
 
-// The same by tiles, which were shaped for the largest portion: of a smaller one's, the last row is
-// the next portion's, and not added.
-template <Arithmetic A>
-inline void add_tiles(const Product& p, const Group* groups, const Place& place, const Word* panel,
-                      int64_t start, int64_t row, int64_t rows, Float* y) {
-  alignas(64) typename Sums<A>::Vector sums[kTileRows * kVectors];
-  multiply_tiles<A>(p.words<A>(row, start), p.how.inputs / kPerWord<A>, panel,
-                    p.segment<A>() / kPerWord<A>, sums);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t i = r * kVectors + v;
-      add_scaled<A>(p, groups[v], place, row + r, sums[i], y[i]);
-    }
-  }
-}
-
-template <Arithmetic A>
-inline constexpr int kPortion = kTiles<A> ? kTileRows : kRows;
-
-// Adds a chunk for `m` rows from `first` on, in even portions of at most kPortion.
+// Adds a chunk for `m` rows from `first` on, in even portions of at most kRows.
 template <Arithmetic A, Kind kind>
 inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t chunk,
                       int64_t first, int64_t m, Prefetch& ahead, Float* y) {
   alignas(64) Word panel[2 * kRunWords<A> * kVectors];
   ahead.begin_chunk();
   groups.ask<A>(kVectors, chunk + 1);
-  decode_chunk<A, kind>(p.w, column, chunk, kTiles<A> ? &ahead : nullptr, panel);
-  const int64_t portions = (m + kPortion<A> - 1) / kPortion<A>;
+  decode_chunk<A, kind>(p.w, column, chunk, panel);
+  const int64_t portions = (m + kRows - 1) / kRows;
   const int64_t rest = m % portions, segments = kRun<A> / p.segment<A>();
   for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which FewRows ends them
     const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s >= segments;
@@ -101,11 +81,7 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
     for (int64_t portion = 0; portion < portions; ++portion) {
       const int64_t count = m / portions + (portion < rest);
       Float* sums = y + row * kVectors;
-      if constexpr (kTiles<A>) {
-        add_tiles<A>(p, group, place, part, start, first + row, count, sums);
-      } else {
-        add_rows<A, kRows>(p, group, place, part, start, first + row, count, ahead, sums);
-      }
+      add_rows<A, kRows>(p, group, place, part, start, first + row, count, ahead, sums);
       row += count;
     }
   }
@@ -117,13 +93,9 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
   alignas(64) Float sums[kRowsPerPass * kVectors];
   std::memset(sums, 0, m * kVectors * sizeof(Float));
   Groups groups(p.w, column);
-  const int64_t portions = (m + kPortion<A> - 1) / kPortion<A>;
-  const TileShapes<A> shapes((m + portions - 1) / portions, p.segment<A>() / kPerWord<A>);
-  constexpr int64_t kBytesPerChunk = chunk_bytes<A>(kind);
-  // Per slab that is decoded, where products take less time than that; else in `add_segment`.
-  const int64_t steps = kTiles<A> ? kVectors * kBytesPerChunk / kBytes
-                                  : portions * 2 * kRunWords<A> / kWordsPerStep;
-  Prefetch ahead(p.w, column, kColumns, kBytesPerChunk, steps);
+  const int64_t portions = (m + kRows - 1) / kRows;
+  const int64_t steps = portions * 2 * kRunWords<A> / kWordsPerStep;
+  Prefetch ahead(p.w, column, kColumns, chunk_bytes<A>(kind), steps);
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
     add_chunk<A, kind>(p, column, groups, chunk, first, m, ahead, sums);
   }
@@ -135,9 +107,7 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
-  if constexpr (!kTiles<A>) {
-    if (are_few(p.w, m)) return multiply_few<A, kind, few_rows(kind)>(p, column, m, y);
-  }
+  if (are_few(p.w, m)) return multiply_few<A, kind, few_rows(kind)>(p, column, m, y);
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;
@@ -175,6 +145,7 @@ inline void multiply_panel(const Weight& w, const Preparation& how, const Prepar
 inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
   how.levels = levels;
+  how.rows = x.m;
   const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.kind == Kind::kBfloat16);
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
                    : bfloat16  ? Arithmetic::kBfloat16

@@ -176,18 +176,15 @@ struct Decoder {
   }
 };
 
-// Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on. `ahead`
-// takes a step per slab, or is null.
+// Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on.
 template <Arithmetic A, Kind kind, typename Put>
-SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, Prefetch* ahead,
-                                const Put& put) {
+SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const Put& put) {
   constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;  // of a row's bytes: one per run they hold
   constexpr int kPartBytes = chunk_bytes<A>(kind) / kParts;
   const Decoder<A, kind> decoder;
   SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
     for (int slab = 0; slab < kPartBytes / kBytes; ++slab) {
       Word words[kLanes];
-      if (ahead != nullptr) ahead->step();
       read_slab(w, row, (chunk * kParts + part) * kPartBytes + slab * kBytes, words);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
         decoder.decode(part, slab * kLanes + i, words[i], put);
@@ -198,13 +195,12 @@ SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, Pre
 
 // A chunk of kColumns outputs: panel[word of the chunk][vector].
 template <Arithmetic A, Kind kind>
-SPECJAX_INLINE void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Prefetch* ahead,
-                                 Word* panel) {
+SPECJAX_INLINE void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Word* panel) {
   for (int vector = 0; vector < kVectors; ++vector) {
     const auto put = [&](int run, int word, Word value) SPECJAX_LAMBDA {
       panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
     };
-    decode_rows<A, kind>(w, column + vector * kLanes, chunk, ahead, put);
+    decode_rows<A, kind>(w, column + vector * kLanes, chunk, put);
   }
 }
 

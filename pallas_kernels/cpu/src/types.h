@@ -43,12 +43,15 @@ struct Preparation {
   int64_t sum_size;    // inputs per sum, or 0 where none is wanted
   int levels;          // of integers: the largest magnitude
   bool swap_pairs;     // of bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
+  int64_t rows;        // of x; for tiles rounded up to whole portions
+  int64_t portion;     // for tiles: rows of x in one
+  int64_t depth;       // for tiles: words of inputs in one, a power of two; 0: rows stay whole
 
   bool operator==(const Preparation& other) const {
     return arithmetic == other.arithmetic && inputs == other.inputs &&
            group_size == other.group_size && sum_size == other.sum_size &&
            levels == other.levels &&
-           swap_pairs == other.swap_pairs;
+           swap_pairs == other.swap_pairs && rows == other.rows && depth == other.depth;
   }
 };
 
@@ -59,7 +62,8 @@ struct Input {
   int64_t m, k;
 };
 
-// x prepared. words: [m, inputs / inputs per word]; scales: f32[m, inputs / group_size]; sums of the
+// x prepared. words: [rows, inputs / inputs per word], or for tiles [words of a row / depth, rows,
+// depth]; scales: f32[m, inputs / group_size]; sums of the
 // values in `words`: i32 or f32[m, inputs / sum_size].
 struct Prepared {
   uint32_t* words;
@@ -121,7 +125,7 @@ struct Kernels {
   int64_t columns;  // outputs per panel
   // How x must be prepared for `weight`; levels 0 stands for activations "a16".
   Preparation (*preparation)(const Weight& weight, const Input& x, int levels);
-  // `values`: scratch for how.inputs floats.
+  // `values`: scratch for twice how.inputs floats.
   void (*prepare_row)(const Preparation& how, const Input&, int64_t row, float* values,
                       const Prepared&);
   // Outputs `columns` · panel …; y: f32[m, n].
