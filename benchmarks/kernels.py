@@ -44,8 +44,8 @@ LAYERS = {  # (K, N) of the linear layers, without repetition
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 BFLOAT16_SETS = {"avx512_amx", "avx512_bf16"}  # instruction sets that multiply bfloat16
-# Copies of a weight together exceed this: three times a large last-level cache.
-CACHE_BYTES = {"cpu": 96e6, "gpu": 200e6}
+# Copies of a weight together exceed this: twice a large last-level cache.
+CACHE_BYTES = {"cpu": 220e6, "gpu": 200e6}
 # All copies are read so often in one program: a GPU would be done before the next one is started.
 PASSES = {"cpu": 1, "gpu": 20}
 
