@@ -22,10 +22,12 @@ def main() -> None:
     for title, name, section in SECTIONS:
         files = sorted(RESULTS.glob(f"{name}*.json"))
         if files:
-            documents = [json.loads(file.read_text()) for file in files]
             parts.append(f"## {title}")
-            parts += dict.fromkeys(_where(each["environment"], name) for each in documents)
-            parts.append(section([row for document in documents for row in document["rows"]]))
+            documents = [json.loads(file.read_text()) for file in files]
+            for processor in dict.fromkeys(each["environment"]["processor"] for each in documents):
+                chosen = [d for d in documents if d["environment"]["processor"] == processor]
+                parts += dict.fromkeys(_where(each["environment"], name) for each in chosen)
+                parts.append(section([row for document in chosen for row in document["rows"]]))
     (DOCS / "measurements.md").write_text("\n\n".join(parts) + "\n")
     _loss_curve(RESULTS / "tiny_training.jsonl", DOCS / "tiny-loss.png")
 

@@ -2,8 +2,9 @@
 
     pip install gguf llama-cpp-python==0.3.36
 
-pip compiles llama.cpp for the machine's own instruction set, in some ten minutes on two cores. The
-low-level interface follows llama.cpp's and changes with it: hence the version.
+pip compiles llama.cpp for the machine's own instruction set, in ten minutes on two cores. Where
+that has AMX, let clang do it (CC=clang CXX=clang++): gcc 12 moves tile loads, and what it makes
+crashes. The low-level interface follows llama.cpp's and changes with it: hence the version.
 
     python -m benchmarks.peers.llama_cpp [--batch 1 8] [--context 128 2048]
 """
