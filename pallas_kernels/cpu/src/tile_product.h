@@ -80,9 +80,9 @@ class Slabs {
 
 // kLanes outputs of a portion of rows: the sums under way in tiles, of run r in tile r, and y in memory.
 //
-// No more than four tiles are in use, and no load serves two products. Two threads of a core share
-// the registers that tiles are renamed to: where the other one is busy, a product out of eight tiles
-// in use takes 30 ns, out of four 15, while on a core of its own either takes 7.
+// No more than four tiles are in use, though with eight a load could serve two products. Two threads
+// of a core share the registers that tiles are renamed to, and where the other one is busy, as on any
+// rented machine, products out of eight tiles wait for each other.
 template <Arithmetic A, Kind kind>
 class TileSums {
  public:
