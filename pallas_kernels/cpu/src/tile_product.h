@@ -151,14 +151,16 @@ class TileSums {
     alignas(64) Vector sums[kTileRows];
     store_tile<run>(sums, kBytes);
     const Group group = groups_.read(vector_, place.group);
-    if (p_.w.zeros != nullptr) subtract_zeros(group, place, sums);
+    if constexpr (A == Arithmetic::kInteger) {
+      if (p_.w.zeros != nullptr) subtract_zeros(group, place, sums);
+    }
     const float* scales = p_.x.scales + first_ * place.groups + place.group;
     for (int64_t r = 0; r < rows_; ++r) {
       if constexpr (A == Arithmetic::kInteger) {
         const Float sum = to_float(sums[r] >> kShift<kind>);
         y_[r] = fma(sum, group.scale * scales[r * place.groups], y_[r]);
       } else {
-        y_[r] = fma(sums[r], group.scale, y_[r]);
+        add_scaled<A>(p_, group, place, first_ + r, sums[r], y_[r]);
       }
     }
   }
@@ -167,11 +169,7 @@ class TileSums {
     const Int zeros = group.zeros - offset(p_.w.kind);
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t at = (first_ + r) * place.segments + place.segment;
-      if constexpr (A == Arithmetic::kInteger) {
-        sums[r] -= (zeros * static_cast<const int32_t*>(p_.x.sums)[at]) << kShift<kind>;
-      } else {
-        sums[r] = fma(to_float(-zeros), splat(static_cast<const float*>(p_.x.sums)[at]), sums[r]);
-      }
+      sums[r] -= (zeros * static_cast<const int32_t*>(p_.x.sums)[at]) << kShift<kind>;
     }
   }
 
@@ -188,7 +186,7 @@ inline void write_portion(const Product& p, int64_t m, int64_t column, int64_t p
   const int64_t outputs = p.w.n - column < kLanes ? p.w.n - column : kLanes;
   for (int64_t r = 0; r < p.how.portion && portion * p.how.portion + r < m; ++r) {
     float* to = y + (portion * p.how.portion + r) * p.w.n + column;
-    if (outputs > 0) std::memcpy(to, sums + r, outputs * sizeof(float));
+    std::memcpy(to, sums + r, outputs * sizeof(float));
   }
 }
 

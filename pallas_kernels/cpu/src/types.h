@@ -63,8 +63,8 @@ struct Input {
 };
 
 // x prepared. words: [rows, inputs / inputs per word], or for tiles [words of a row / depth, rows,
-// depth]; scales: f32[m, inputs / group_size]; sums of the
-// values in `words`: i32 or f32[m, inputs / sum_size].
+// depth]; scales: f32[m, inputs / group_size]; sums of the values in `words`: i32 or f32[m, inputs /
+// sum_size].
 struct Prepared {
   uint32_t* words;
   float* scales;
