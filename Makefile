@@ -64,8 +64,8 @@ $(VENV)/.base: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/.test $(VENV)/.dev $(VENV)/.golden: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+$(VENV)/.test $(VENV)/.dev $(VENV)/.golden: $(VENV)/.%: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --group $*
 	touch $@
 
 clean:
