@@ -74,9 +74,10 @@ def measure(
     """Measures what `speedup` and `Adaptive` want to know.
 
     Acceptance is that of decoding all prompts; passes are timed with the first of them as context,
-    at 1 … N + 1 tokens where N is the drafter's draft_length. The formulas take every round for one
-    of N drafts and every α for the same, so a drafter with a schedule or a confidence is measured
-    without them.
+    at 1 … N + 1 tokens where N is the drafter's draft_length. Whole rounds are timed too: what one
+    of a lower level takes beyond its passes counts as verification. The formulas take every round
+    for one of N drafts and every α for the same, so a drafter with a schedule or a confidence is
+    measured without them.
 
     Args:
       params: the target.
@@ -104,11 +105,8 @@ def measure(
     results = [decode(params, drafter=drafter, **batch, **options) for batch in batches]
     if drafter.draft_length == 0:
         raise ValueError(f"drafter must propose something, got {drafter!r}")
-    last, models = _split(drafter, _Model(params, "a16", None, drafter.draft_length, 0))
-    options |= batches[0]
-    timers = [_verifications(model, options) for model in models]
-    timers.append([_round(models[-1], last, len(models) - 1, options)])
-    costs, seconds = _relative(timers, turns)
+    models = _chain(_Model(params, "a16", None, drafter, 0))
+    costs, draft_cost, seconds = _costs(models, options | batches[0], turns)
     counts = jax.tree.map(
         lambda *parts: jnp.concatenate(parts),
         *((result.stats, *result.levels) for result in results),
@@ -117,8 +115,6 @@ def measure(
         _level(measured, float(stats.token_acceptance))
         for measured, stats in zip(costs, counts, strict=False)
     )
-    drafts = max(costs[-1][0] - costs[-2][-1], 0.0)  # of a round, without its verification
-    draft_cost = drafts / last.draft_length
     return Measurement(levels, draft_cost, seconds, float(counts[0].tokens_per_round))
 
 
@@ -142,12 +138,12 @@ def _batches(
 
 
 class _Model(NamedTuple):
-    """A model that verifies `draft_length` drafts; `lag` as in its `DecodeState`."""
+    """A model that verifies what `drafter` proposes; `lag` as in its `DecodeState`."""
 
     params: Params
     activation: str
     layers: tuple[int, ...] | None
-    draft_length: int
+    drafter: Drafter
     lag: int
 
 
@@ -162,20 +158,35 @@ def _of_fixed_length(drafter: Any) -> Any:
     return dataclasses.replace(drafter, **changes)  # type: ignore[type-var]
 
 
-def _split(drafter: Drafter, above: _Model, depth: int = 0) -> tuple[Drafter, list[_Model]]:
-    """The last drafter, and the models from `above` down to the one that it drafts for."""
-    if not isinstance(drafter, MultiLevel):
-        return drafter, [above]
-    outer = drafter.outer
-    model = _Model(
-        params=outer.model(above.params),
+def _chain(model: _Model, depth: int = 0) -> list[_Model]:
+    """The model, and of those below it all that are themselves drafted for."""
+    if not isinstance(model.drafter, MultiLevel):
+        return [model]
+    outer = model.drafter.outer
+    below = _Model(
+        params=outer.model(model.params),
         activation=outer.activation,
         layers=outer.layers,
-        draft_length=drafter.inner.draft_length,
-        lag=depth + 1 if outer.own_cache else above.lag,
+        drafter=model.drafter.inner,
+        lag=depth + 1 if outer.own_cache else model.lag,
     )
-    last, models = _split(drafter.inner, model, depth + 1)
-    return last, [above, *models]
+    return [model, *_chain(below, depth + 1)]
+
+
+def _costs(
+    models: list[_Model], options: dict[str, Any], turns: int
+) -> tuple[list[list[float]], float, float]:
+    """What a round of each model pays for verifying 0 … N drafts, and what the last drafter takes
+    per draft, in plain passes of the first model; and the seconds of one."""
+    passes = [_verifications(model, options) for model in models]
+    rounds = [_Rounds(model, depth, options) for depth, model in enumerate(models)]
+    (*costs, whole), seconds = _relative([*passes, rounds], turns)
+    drafts = [max(each - cost[-1], 0.0) for each, cost in zip(whole, costs, strict=True)]
+    for level in range(1, len(models)):
+        inside = drafts[level - 1] / rounds[level - 1].below()
+        more = max(inside - whole[level], 0.0)
+        costs[level] = [cost + more for cost in costs[level]]
+    return costs, drafts[-1] / models[-1].drafter.draft_length, seconds
 
 
 def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int], float]]:
@@ -191,26 +202,33 @@ def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int
 
         return partial(_seconds, program, holder)
 
-    return [timer(drafts) for drafts in range(model.draft_length + 1)]
+    return [timer(drafts) for drafts in range(model.drafter.draft_length + 1)]
 
 
-def _round(
-    model: _Model, drafter: Drafter, depth: int, options: dict[str, Any]
-) -> Callable[[int], float]:
+class _Rounds:
     """A timer of whole drafts for a model with so many levels above it, and of verifying them.
 
     Alone, the drafting model might stay in the processor's caches, from which the other one drives
     it in every round.
     """
-    state = start(model.params, drafter=drafter, **options)
-    holder = [dataclasses.replace(state, lag=model.lag, depth=depth)]
 
-    def program(state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
-        return _draft_and_verify(
-            model.params, state, repeats, drafter, model.activation, model.layers
-        )
+    def __init__(self, model: _Model, depth: int, options: dict[str, Any]) -> None:
+        state = start(model.params, drafter=model.drafter, **options)
+        self._model = model
+        self._holder = [dataclasses.replace(state, lag=model.lag, depth=depth)]
 
-    return partial(_seconds, program, holder)
+    def __call__(self, repeats: int) -> float:
+        return _seconds(self._program, self._holder, repeats)
+
+    def _program(self, state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
+        params, activation, layers, drafter, _ = self._model
+        return _draft_and_verify(params, state, repeats, drafter, activation, layers)
+
+    def below(self) -> float:
+        """Rounds of the level below per draft: those of the slowest row, as all wait for it."""
+        [state], drafter = self._holder, self._model.drafter
+        stats = drafter.levels(state.draft)[0]
+        return float(jnp.max(stats.rounds / stats.generated)) * drafter.draft_length
 
 
 @partial(jax.jit, static_argnames=("drafts", "activation", "layers"), donate_argnames="state")
@@ -266,7 +284,7 @@ def _seconds(
 
 
 def _relative(
-    groups: list[list[Callable[[int], float]]], turns: int
+    groups: Sequence[Sequence[Callable[[int], float]]], turns: int
 ) -> tuple[list[list[float]], float]:
     """Every timer's median over the first one's of the same turn, and that one's seconds."""
     timers = [timer for group in groups for timer in group]
