@@ -31,7 +31,7 @@ from tests.random_models import CONFIG, random_model, random_prompts
 from tests.test_cpu_attention import CACHES, OPERANDS, as_a_chain, make_case, same_bits
 from tests.tree_drafter import TreeDrafter
 
-TARGET = random_model(dataclasses.replace(CONFIG, num_layers=3))
+TARGET = random_model(CONFIG)
 MXFP4, INT8 = quantize(TARGET, "mxfp4"), quantize(TARGET, "int8")
 PROMPTS = random_prompts((1, 3, 7, 12), CONFIG.vocab_size)
 NEW = 24
