@@ -1,10 +1,11 @@
 """Do sampled texts have exactly the target's distribution? 100,000 of them per drafter.
 
 The first three tokens after a prompt are counted: real text, what the model writes after it, and
-the text again, so that drafters without a model have something to guess from. The target's own
-logits give the probability of every such text; `min_p` keeps them to a few thousand, and rare ones
-are counted together. Chi-square's p-value is uniform in 0 … 1 where the counts follow the
-probabilities: one below 0.001 / (number of drafters) counts as a failure.
+the text again, so that drafters without a model have something to guess from. No constant draft is
+longer than that. The target's own logits give the probability of every such text; `min_p` keeps
+them to a few thousand, and rare ones are counted together. Chi-square's p-value is uniform in 0 … 1
+where the counts follow the probabilities: one below 0.001 / (number of drafters) counts as a
+failure.
 
     python -m benchmarks.chi_square --draft DIRECTORY --json benchmarks/results/chi_square.json
 """
@@ -53,7 +54,10 @@ def main() -> int:
     params = specjax.load(options.model)
     prompt = _prompt(params, options)
     layers = tuple(i for i in range(params.config.num_layers) if i % 4 != 3)
-    drafters = model_drafters(params, specjax.load(options.draft), LayerSkip(layers))
+    drafters = model_drafters(
+        params, specjax.load(options.draft), LayerSkip(layers, PLACES),
+        small_length=PLACES, cast_length=PLACES, levels_length=PLACES,
+    )  # fmt: skip
     integers = specjax.quantize(params)
     cases = {"plain": (params, specjax.Autoregressive())}
     cases |= {name: (params, drafter) for name, drafter in drafters.items()}
