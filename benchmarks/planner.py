@@ -53,7 +53,8 @@ def main() -> int:
     prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
     predicted: dict[str, dict[str, float]] = {}
     measured: dict[str, dict[str, float]] = {}
-    for kind, (longest, *others) in LENGTHS.items():
+    for kind in options.kinds:
+        longest, *others = LENGTHS[kind]
         first = _drafter(kind, longest, params, options)
         found = planning.measure(
             params, first, prompts, rows=options.batch, max_new_tokens=options.max_new_tokens
@@ -95,6 +96,7 @@ def _options() -> Any:
     add("--model", default="tiny-16bit", help="a 16-bit model")
     add("--draft", help="a small model for the last level; half the layers if left out")
     add("--widen", action="store_true", help="models of a billion parameters")
+    add("--kinds", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
     add("--batch", type=int, default=1)
     add("--prompts", type=int, default=8, help="a multiple of the batch")
     add("--max-prompt", type=int, default=96)
