@@ -254,8 +254,6 @@ def refusals() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "tensor 1": lambda: equal(RTN, 1, 1),
-    "tensor 2": lambda: equal(RTN, 1, 2),
-    "tensor 4": lambda: equal(RTN, 1, 4),
     "tensor 8": lambda: equal(RTN, 1, 8),
     "data 2 × tensor 4": lambda: equal(RTN, 2, 4),
     "quarot, 4-bit cache, tensor 8": lambda: equal(MODELS["quarot"], 1, 8, a4, cache_bits=4),
