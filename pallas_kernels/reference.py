@@ -172,16 +172,13 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
     """
     planes = _planes(weight)
     groups = planes[0].integers.shape[1]
-    parts = _divide(q, len(planes), PLANE)
-    per_group = [part.reshape(part.shape[0], groups, -1) for part in parts]
-    scales = [q_scales] * len(planes)
-    if weight.group_size is not None:
-        scales = list(_divide(q_scales, len(planes), PLANE // weight.group_size))
-    xs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (per_group, scales, planes))
+    parts = [part.reshape(part.shape[0], groups, -1) for part in _divide(q, len(planes), PLANE)]
+    parts, planes = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (parts, planes))
     if weight.group_size is None:  # one group, whose inputs are those of all planes
-        parts, _, planes = jax.tree.map(lambda leaf: leaf[0], xs)
+        parts, planes = jax.tree.map(lambda leaf: leaf[0], (parts, planes))
         total = jnp.sum(jnp.stack([*map(_group_sum, parts, planes)]), axis=0)
         return total.astype(jnp.float32) * (q_scales * planes[0].scales)
+    scales = [part.T for part in _divide(q_scales, len(planes), PLANE // weight.group_size)]
 
     def add(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
         for part, scale, plane in zip(*group, strict=True):
@@ -189,7 +186,7 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
             y += total * (scale[:, None] * plane.scales)
         return y, None
 
-    return lax.scan(add, jnp.zeros((q.shape[0], weight.shape[0])), xs)[0]
+    return lax.scan(add, jnp.zeros((q.shape[0], weight.shape[0])), (parts, scales, planes))[0]
 
 
 def _group_sum(q: jax.Array, group: _Plane) -> jax.Array:
