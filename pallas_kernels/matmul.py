@@ -15,6 +15,7 @@ from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import check_activation, clip_activations
 from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.rounding import check_float
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight
 
@@ -165,8 +166,7 @@ def _check(
             raise ValueError(
                 f"activation {activation!r} needs a quantized weight, got a 16- or 32-bit one"
             )
-    if x.dtype.name not in ("bfloat16", "float32"):
-        raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
+    check_float("x", x.dtype)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"

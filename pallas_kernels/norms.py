@@ -10,41 +10,46 @@ from jax import lax
 
 from pallas_kernels import cpu
 from pallas_kernels.reference import map_row_tiles
+from pallas_kernels.rounding import check_float, round_to
 
 
-@partial(jax.jit, static_argnames="eps")
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32.
+@partial(jax.jit, static_argnames=("eps", "dtype"))
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
+    """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32, then rounded.
 
     Args:
       x: bf16 or f32[..., D].
       scale: bf16 or f32[D].
       eps: added to the mean.
+      dtype: of the result, bfloat16 or float32.
 
     Returns:
-      f32[..., D].
+      `dtype`[..., D].
 
     Raises:
       ValueError: the shapes or a dtype do not fit.
     """
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale must have the shape of x's last axis {x.shape}, got {scale.shape}")
-    for name, array in (("x", x), ("scale", scale)):
-        if array.dtype.name not in ("bfloat16", "float32"):
-            raise ValueError(f"{name} must be bfloat16 or float32, got {array.dtype.name}")
+    for name, given in (("x", x.dtype), ("scale", scale.dtype), ("dtype", dtype)):
+        check_float(name, given)
     return lax.platform_dependent(
         x,
         scale,
-        cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps),
-        default=partial(reference, eps=eps),
+        cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype),
+        default=partial(reference, eps=eps, dtype=dtype),
     )
 
 
-def reference(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def reference(
+    x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
     """`rms_norm` in plain jnp: the definition that the C++ is tested against."""
     values = x.astype(jnp.float32)
     inverse = lax.rsqrt(_sum(values * values) / x.shape[-1] + eps)
-    return values * inverse * scale.astype(jnp.float32)
+    return round_to(values * inverse * scale.astype(jnp.float32), dtype)
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from pallas_kernels.formats import (
     check_plain_columns,
     padded_inputs,
 )
+from pallas_kernels.rounding import check_float
 
 
 def check(x: jax.Array, weight: Quantized, activation: str) -> None:
@@ -31,8 +32,7 @@ def check(x: jax.Array, weight: Quantized, activation: str) -> None:
     n, k = weight.shape
     if x.ndim != 2 or x.shape[1] != k or 0 in (x.shape[0], n, k):
         raise ValueError(f"x of shape {x.shape} cannot be multiplied by a weight of {(n, k)}")
-    if x.dtype.name not in ("bfloat16", "float32"):
-        raise ValueError(f"x must be bfloat16 or float32, got {x.dtype.name}")
+    check_float("x", x.dtype)
     check_group_size(weight.group_size)
     inputs = padded_inputs(k)
     _check_arrays(weight, n, inputs, inputs // (weight.group_size or inputs))

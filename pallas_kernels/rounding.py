@@ -6,6 +6,12 @@ import jax
 import jax.numpy as jnp
 
 
+def check_float(name: str, dtype: jnp.dtype) -> None:
+    """Raises ValueError unless activations may have the type."""
+    if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
+        raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
+
+
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """f32 -> `dtype`, the values rounded once and for all.
 

@@ -21,6 +21,7 @@ from pallas_kernels.formats import Quantized
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
+from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
 from specjax.config import ModelConfig, RopeScaling
 from specjax.kv_cache import KVCache
@@ -134,7 +135,7 @@ def linears(x: jax.Array, layers: tuple[Linear, ...], activation: str) -> tuple[
 
 def norm(x: jax.Array, scale: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> jax.Array:
     """Root-mean-square norm over the last axis, rounded to `dtype`."""
-    return round_to(rms_norm(x, scale, config.rms_norm_eps), dtype)
+    return rms_norm(x, scale, config.rms_norm_eps, dtype)
 
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -168,10 +169,10 @@ def _attention_block(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = norm(q, layer.q_norm, config, jnp.float32)
         k = norm(k, layer.k_norm, config, jnp.float32)
-    q, k = rotate(q, *rope), rotate(k, *rope)
-    if config.hadamard and cache.bits < 16:
-        q, k = hadamard(q), hadamard(k)  # their product stays; keys lose less when rounded
-    q, k = round_to(q, x.dtype), round_to(k, x.dtype)
+    if config.hadamard and cache.bits < 16:  # their product stays; keys lose less when rounded
+        q, k = (round_to(hadamard(rotate(y, *rope, jnp.float32)), x.dtype) for y in (q, k))
+    else:
+        q, k = rotate(q, *rope, x.dtype), rotate(k, *rope, x.dtype)
     cache = cache.write(index, k, round_to(v, x.dtype))
     mixed = attention(
         q, cache.keys[index], cache.values[index], cache.lengths, positions, ancestors,
@@ -195,13 +196,6 @@ def _mlp_block(
         hidden = hadamard(gather(hidden, config.intermediate_size))
     hidden = gather(round_to(hidden, x.dtype), config.intermediate_size)
     return linear(hidden, layer.down, activation), normed, hidden
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding, the halves of a head paired. x: [B, T, H, E], cos, sin: f32[B, T, E/2]."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
 def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -108,6 +108,12 @@ NORM = Call(
     (shape(2, 3, 16),),
     {"eps": np.float32(1e-5)},
 )
+ROTATE = Call(
+    "specjax_rotate",
+    {"x": zeros(2, 3, 16), "cos": zeros(2, 8), "sin": zeros(2, 8)},
+    (shape(2, 3, 16),),
+    {},
+)
 HADAMARD = Call(
     "specjax_hadamard",
     {"x": zeros(3, 24, 2), "matrix": zeros(12, 12)},
@@ -122,7 +128,7 @@ MULTIPLY = Call(
     {"arithmetic": np.int64(0), "count": np.int64(1)},
 )
 
-CALLS = [MATMUL, INTERLEAVED, ATTENTION, CODES, NORM, HADAMARD, READ, MULTIPLY]
+CALLS = [MATMUL, INTERLEAVED, ATTENTION, CODES, NORM, ROTATE, HADAMARD, READ, MULTIPLY]
 REFUSED = [  # call, what is changed, what the error says
     (MATMUL, {"x": zeros(3, 300, dtype=jnp.float16)}, "x must be a bfloat16 or float32 matrix"),
     (MATMUL, {"x": zeros(3, 2, 300)}, r"x must be .* got \[3, 2, 300\]"),
@@ -194,8 +200,16 @@ REFUSED = [  # call, what is changed, what the error says
     (NORM, {"scale": zeros(16, dtype=jnp.int32)}, "scale must be bfloat16 or float32"),
     (NORM, {"scale": zeros(4, 16)}, "4 scales do not fit 6 rows"),
     (NORM, {"results": (shape(2, 3, 15),)}, "the result must be"),
-    (NORM, {"results": (shape(2, 3, 16, dtype=jnp.bfloat16),)}, "the result has another type"),
+    (NORM, {"results": (shape(2, 3, 16, dtype=jnp.float16),)}, "the result has another type"),
     (NORM, {"eps": np.float64(1)}, "Wrong scalar data type"),
+    (ROTATE, {"x": zeros(2, 3, 16, dtype=jnp.bfloat16)}, "x must be float32"),
+    (ROTATE, {"x": zeros(2, 3, 15)}, "x must be .* an even E"),
+    (ROTATE, {"x": zeros(16)}, "x must be float32"),
+    (ROTATE, {"cos": zeros(2, 16)}, r"cos must be \[2, 8\], got \[2, 16\]"),
+    (ROTATE, {"sin": zeros(3, 8)}, r"sin must be \[2, 8\], got \[3, 8\]"),
+    (ROTATE, {"sin": zeros(2, 8, dtype=jnp.int32)}, "sin has another type"),
+    (ROTATE, {"results": (shape(2, 3, 8),)}, "the result must be"),
+    (ROTATE, {"results": (shape(2, 3, 16, dtype=jnp.int32),)}, "the result has another type"),
     (HADAMARD, {"x": zeros(3, 24, 2, dtype=jnp.bfloat16)}, "x must be float32"),
     (HADAMARD, {"x": zeros(24)}, "x must be float32"),
     (

@@ -22,8 +22,8 @@ implementations = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 needs_library = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
 
 
-def jitted(name: str, eps: float = EPS) -> Norm:
-    return jax.jit(partial(IMPLEMENTATIONS[name], eps=eps))
+def jitted(name: str, eps: float = EPS, dtype: jnp.dtype = jnp.float32) -> Norm:
+    return jax.jit(partial(IMPLEMENTATIONS[name], eps=eps, dtype=dtype))
 
 
 def make_case(*shape: int, x: str = "float32", scale: str = "float32") -> tuple[jax.Array, ...]:
@@ -49,6 +49,17 @@ def test_by_the_book(name: str, shape: tuple[int, ...], x: str, scale: str) -> N
     exact = values / np.sqrt((values**2).mean(-1, keepdims=True) + EPS) * factors
     # All terms of the sum are positive: its relative error is at most its depth times 2^-24.
     np.testing.assert_allclose(jitted(name)(*operands), exact, rtol=2e-6)
+
+
+@implementations
+def test_bfloat16_is_the_rounded_result(name: str) -> None:
+    x, scale = make_case(6, 100)
+    x = x.at[1, 5].set(jnp.nan).at[2, 3].set(jnp.inf).at[3].set(0)
+    y = jitted(name)(x, scale)
+    rounded = jitted(name, dtype=jnp.bfloat16)(x, scale)
+    assert rounded.dtype == jnp.bfloat16
+    expected = y.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(rounded.astype(jnp.float32), expected)
 
 
 @implementations
@@ -147,6 +158,11 @@ def test_the_door_refuses(x: jax.Array, scale: jax.Array, message: str) -> None:
         norms.rms_norm(x, scale, EPS)
 
 
+def test_the_door_refuses_another_result() -> None:
+    with pytest.raises(ValueError, match="dtype must be bfloat16 or float32, got float16"):
+        norms.rms_norm(jnp.zeros((2, 64)), jnp.ones(64), EPS, jnp.float16)
+
+
 @needs_library
 @pytest.mark.parametrize(
     ("x", "scale", "message"),
@@ -166,7 +182,7 @@ def test_the_handler_refuses(x: jax.Array, scale: jax.Array, message: str) -> No
 
 
 @needs_library
-@pytest.mark.parametrize("result", [((2, 63), jnp.float32), ((2, 64), jnp.bfloat16)])
+@pytest.mark.parametrize("result", [((2, 63), jnp.float32), ((2, 64), jnp.float16)])
 def test_the_handler_refuses_another_result(result: tuple) -> None:
     call = jax.ffi.ffi_call("specjax_rms_norm", jax.ShapeDtypeStruct(*result))
     with pytest.raises(Exception, match="the result"):

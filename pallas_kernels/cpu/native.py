@@ -14,6 +14,7 @@ HANDLERS = (
     "specjax_matmul",
     "specjax_attention",
     "specjax_rms_norm",
+    "specjax_rotate",
     "specjax_hadamard",
     "specjax_probe_read",
     "specjax_probe_multiply",

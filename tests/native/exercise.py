@@ -20,6 +20,7 @@ from pallas_kernels.formats import Quantized
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.interleave import interleave
 from pallas_kernels.norms import rms_norm
+from pallas_kernels.rope import rotate
 from tests.random_weights import random_rows, random_weights
 from tests.test_cpu_attention import CASES, run
 from tests.test_ffi_errors import REFUSED
@@ -66,7 +67,12 @@ def others() -> None:
     """Norms, rotations and the probes, which have one instruction set."""
     for width in (1, 24, 104, 1001):
         x = random_rows(3, width, "float32")
-        jax.block_until_ready((rms_norm(x, jnp.ones(width), 1e-5), hadamard(x), hadamard(x.T, 0)))
+        jax.block_until_ready((hadamard(x), hadamard(x.T, 0)))
+        for dtype in (jnp.float32, jnp.bfloat16):
+            angles = random_rows(3, width, "float32")
+            heads = random_rows(3, 10 * width, "float32").reshape(3, 5, 2 * width)
+            jax.block_until_ready(rms_norm(x, jnp.ones(width), 1e-5, dtype))
+            jax.block_until_ready(rotate(heads, angles, angles, dtype))
     probe.read_bandwidth(jnp.zeros(10**6, jnp.uint8))
     for arithmetic in probe.ARITHMETICS:
         probe.peak(arithmetic, count=2)
