@@ -74,7 +74,11 @@ def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -
 
     def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
-        positions = cache.lengths[:, None] + jnp.arange(new_tokens)
+        # No token is below 0, which the compiler does not know: it must not take what belongs to a
+        # position, such as its sines, out of the loop.
+        lengths = cache.lengths + jnp.minimum(tokens[:, 0], 0)
+        cache = cache.with_lengths(lengths)
+        positions = lengths[:, None] + jnp.arange(new_tokens)
         logits, cache = forward(params, tokens, positions, cache, activation=activation)
         return greedy(logits), cache
 
