@@ -29,6 +29,7 @@ PLANE = 128  # inputs per nibble plane
 BLOCK = 2 * PLANE  # inputs per packed block
 GROUP_SIZES = (32, 64, 128, None)
 MXFP4_GROUP = 32
+E8M0_ONE = 127
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -131,7 +132,7 @@ class Mxfp4Weight:
     g = k // 32.
 
     packed: uint8[N, ceil(K / 256) · 128], two codes per byte (layout above).
-    scales: uint8[N, groups], E8M0; 255 stands for NaN.
+    scales: uint8[N, groups], E8M0; 255 stands for NaN. Scales of padding are 1.
     in_features: K, before padding.
     out_features: N, where the rows are interleaved; None where they are not.
     """
@@ -297,7 +298,7 @@ def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
 
     Raises ValueError where shapes or dtypes do not fit together.
     """
-    scales = _padded_groups("scales", scales, codes.shape, MXFP4_GROUP, ("uint8",))
+    scales = _padded_groups("scales", scales, codes.shape, MXFP4_GROUP, ("uint8",), E8M0_ONE)
     return Mxfp4Weight(pack(codes.astype(jnp.int8)), scales, codes.shape[1])
 
 
@@ -321,8 +322,9 @@ def _padded_groups(
     shape: tuple[int, ...],
     group_size: int | None,
     dtypes: tuple[str, ...],
+    padding: int = 0,
 ) -> jax.Array:
-    """`values`, one per group of a matrix of `shape`, with zeros for the groups of the padding."""
+    """`values`, one per group of a matrix of `shape`, and `padding` for the padding's groups."""
     check_group_size(group_size)
     n, k = shape
     groups = 1 if group_size is None else -(-k // group_size)
@@ -332,7 +334,8 @@ def _padded_groups(
         raise ValueError(f"{name} must be {' or '.join(dtypes)}, got {values.dtype.name}")
     if group_size is None:
         return values
-    return jnp.pad(values, ((0, 0), (0, padded_inputs(k) // group_size - groups)))
+    missing = padded_inputs(k) // group_size - groups
+    return jnp.pad(values, ((0, 0), (0, missing)), constant_values=padding)
 
 
 def integers(weight: Quantized) -> jax.Array:

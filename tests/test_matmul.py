@@ -39,6 +39,8 @@ from tests.random_weights import random_weights as make_weights
 Implementation = Callable[..., jax.Array]
 random_weights = lru_cache(make_weights)
 
+MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
+
 
 def _on(instruction_set: str) -> Implementation:
     def run(x: jax.Array, weight: Weight, activation: str) -> jax.Array:
@@ -163,8 +165,7 @@ def test_activations_below_the_normal_range(implementation: str) -> None:
 @implementations
 def test_every_mxfp4_value_and_the_largest_scale_differences(implementation: str) -> None:
     # w = ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} · 2^(e - 127), read off one input at a time.
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = np.concatenate([table, -table])
+    values = MXFP4_VALUES
     codes = jnp.asarray(np.tile(np.arange(16, dtype=np.uint8), (3, 2)))  # [3, 32]
     weight = mxfp4_from_codes(codes, jnp.array([[127], [100], [200]], jnp.uint8))
     exact = np.tile(values, 2)[:, None] * 2.0 ** np.array([0, -27, 73])
@@ -173,6 +174,31 @@ def test_every_mxfp4_value_and_the_largest_scale_differences(implementation: str
     broken = Mxfp4Weight(weight.packed, weight.scales.at[1, 0].set(255), 32)
     y = run(implementation, jnp.ones((2, 32)), broken, "a16")
     assert np.isnan(y[:, 1]).all() and np.isfinite(y[:, [0, 2]]).all()
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("least", "beyond", "factor"), [(2, (2, 0, 1), 2.0**80), (245, (252, 253, 254), 2.0**-80)]
+)
+def test_mxfp4_scales_at_the_ends_of_bfloat16(
+    implementation: str, least: int, beyond: tuple[int, ...], factor: float
+) -> None:
+    # 0.5 · 2^(2 - 127) is the smallest normal bfloat16, 6 · 2^(252 - 127) has the largest exponent.
+    # One group has a scale beyond them, under which its weights, up to 1, are still finite float32;
+    # those below the normal range may be flushed to zero.
+    rng = np.random.default_rng(least)
+    codes = rng.integers(0, 16, (70, 512), dtype=np.uint8)
+    codes[0, 160:192] %= 3
+    scales = rng.integers(least, least + 8, (70, 16), dtype=np.uint8)
+    for scales[0, 5] in beyond:
+        weight = mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(scales))
+        w = MXFP4_VALUES[codes] * 2.0 ** (np.repeat(scales, 32, axis=1).astype(int) - 127)
+        for m in (1, 9, 40):
+            x = random_rows(m, 512) * jnp.bfloat16(factor)
+            magnitude = np.abs(np.asarray(x, np.float64))
+            flushed = magnitude[:, 160:192].sum(axis=1, keepdims=True) * 2.0**-126
+            error = np.abs(run(implementation, x, weight, "a16") - np.asarray(x, np.float64) @ w.T)
+            assert np.all(error <= magnitude @ np.abs(w).T * 2.0**-19 + flushed)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the package was installed without a C++ compiler")

@@ -29,8 +29,13 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
     multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
   } else {
     if (w.kind == Kind::kInt4) return multiply_by_tiles<kBfloat16, Kind::kInt4>(p, m, column, y);
-    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kBfloat16, Kind::kMxfp4>(p, m, column, y);
-    multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
+    if (w.kind == Kind::kBfloat16) {
+      multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
+    } else if (scales_are_exponents(w, column)) {
+      multiply_by_tiles<kBfloat16, Kind::kMxfp4, true>(p, m, column, y);
+    } else {
+      multiply_by_tiles<kBfloat16, Kind::kMxfp4>(p, m, column, y);
+    }
   }
 }
 

@@ -124,7 +124,7 @@ struct Bfloat16s {
   static constexpr int kSize = 2;
   static constexpr bool kAhead = true;
   static Float read(const uint8_t* p) {
-    return (Float)(__builtin_convertvector(load<Half>(p), Word) << 16);
+    return (Float)(widen(load<Half>(p)) << 16);
   }
 };
 
@@ -188,7 +188,6 @@ SPECJAX_INLINE Float code_values(Word codes, int zero, float scale) {
 
 // One slot's codes: f32[features].
 inline void decode_slot(const Entries& entries, int64_t slot, float* out) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   const uint8_t* codes = entries.start + slot * entries.stride;
   const float scale = entries.scales[slot * entries.heads];
   const int zero = entries.zeros[slot * entries.heads];
@@ -197,7 +196,7 @@ inline void decode_slot(const Entries& entries, int64_t slot, float* out) {
   int64_t i = 0;
   for (; i + kLanes <= entries.bytes; i += kLanes) {
     if (i % 64 == 0) entries.fetch_ahead(codes + i);
-    const Word word = __builtin_convertvector(load<Bytes>(codes + i), Word);
+    const Word word = widen(load<Byte>(codes + i));
     store(out + i, code_values(nibbles ? word & 0xFu : word, zero, scale));
     if (nibbles) store(high + i, code_values(word >> 4, zero, scale));
   }

@@ -5,9 +5,6 @@
 
 namespace specjax::SPECJAX_ISA {
 
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));        // one per lane
-typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
-
 // The first `count` of kLanes values, then zeros.
 template <typename V>
 SPECJAX_INLINE V load_some(const void* p, int64_t count) {
@@ -38,9 +35,9 @@ SPECJAX_INLINE Word read_scales(const Weight& w, int64_t first, int64_t count) {
   const auto* p = static_cast<const uint8_t*>(w.scales);
   if (w.scale == Scale::kFloat32) return load_some<Word>(p + 4 * first, count);
   if (w.scale == Scale::kE8m0) {
-    return exponent_values(__builtin_convertvector(load_some<Bytes>(p + first, count), Word));
+    return exponent_values(widen(load_some<Byte>(p + first, count)));
   }
-  const Word bits = __builtin_convertvector(load_some<Half>(p + 2 * first, count), Word);
+  const Word bits = widen(load_some<Half>(p + 2 * first, count));
   return w.scale == Scale::kBfloat16 ? bits << 16 : half_values(bits);
 }
 
@@ -96,7 +93,7 @@ class Groups {
     const int64_t tile = row & -kTile, first = tile * w_.groups + group * kTile + (row - tile);
     Group result{(Float)read_scales(w_, first, kLanes), Int{} + offset(w_.kind)};
     if (w_.zeros != nullptr) {
-      result.zeros += __builtin_convertvector(load<SignedBytes>(w_.zeros + first), Int);
+      result.zeros += widen(load<SignedByte>(w_.zeros + first));
     }
     return result;
   }
@@ -110,8 +107,7 @@ class Groups {
       const int64_t first = (n < w_.n ? n : w_.n - 1) * w_.groups + start;
       scales[lane] = read_scales(w_, first, count);
       if (w_.zeros != nullptr) {
-        zeros[lane] = (Word)__builtin_convertvector(
-            load_some<SignedBytes>(w_.zeros + first, count), Int);
+        zeros[lane] = (Word)widen(load_some<SignedByte>(w_.zeros + first, count));
       }
     }
     transpose(scales);

@@ -49,6 +49,9 @@ typedef float Float __attribute__((vector_size(kBytes)));
 typedef int32_t Int __attribute__((vector_size(kBytes)));
 typedef uint32_t Word __attribute__((vector_size(kBytes)));
 typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));  // a 16-bit value per lane
+typedef int16_t SignedHalf __attribute__((vector_size(kBytes / 2)));
+typedef uint8_t Byte __attribute__((vector_size(kLanes)));  // an 8-bit value per lane
+typedef int8_t SignedByte __attribute__((vector_size(kLanes)));
 
 template <typename V>
 inline V load(const void* p) {
@@ -71,6 +74,14 @@ inline uint32_t load_word(const void* p) {
 // One 32-bit word in every lane. Of a float its bits, since to add it to zeros would be an addition.
 SPECJAX_INLINE Word splat(uint32_t x) { return Word{} + x; }
 SPECJAX_INLINE Float splat(float x) { return (Float)splat(load_word(&x)); }
+
+SPECJAX_INLINE Word widen(Half v) { return __builtin_convertvector(v, Word); }
+
+// By way of 16 bits: what is widened fourfold in one step, gcc takes apart into scalars.
+SPECJAX_INLINE Word widen(Byte v) { return widen(__builtin_convertvector(v, Half)); }
+SPECJAX_INLINE Int widen(SignedByte v) {
+  return __builtin_convertvector(__builtin_convertvector(v, SignedHalf), Int);
+}
 
 SPECJAX_INLINE Float to_float(Int v) { return __builtin_convertvector(v, Float); }
 
