@@ -2,25 +2,11 @@
 // change of type; padding with zeros; sums over groups.
 #pragma once
 
+#include "bfloat16.h"
 #include "simd.h"
 #include "types.h"
 
 namespace specjax::SPECJAX_ISA {
-
-inline float bfloat16_value(uint16_t bits) {
-  const uint32_t word = static_cast<uint32_t>(bits) << 16;
-  float x;
-  std::memcpy(&x, &word, sizeof x);
-  return x;
-}
-
-// To nearest, ties to even; a NaN stays one.
-inline uint16_t bfloat16_bits(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, sizeof word);
-  if (x != x) return static_cast<uint16_t>(word >> 16 | 0x40);
-  return static_cast<uint16_t>((word + 0x7FFF + (word >> 16 & 1)) >> 16);
-}
 
 // A row of x as float32.
 inline void read_row(const Input& x, int64_t row, float* values) {

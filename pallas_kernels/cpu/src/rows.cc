@@ -5,8 +5,8 @@
 // processor.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "bfloat16.h"
 #include "handlers.h"
 #include "threads.h"
 
@@ -17,23 +17,10 @@ constexpr int64_t kSums = 32;             // side by side: as many as hide an ad
 constexpr int64_t kSerialWork = 1 << 16;  // values that one thread works off faster than two
 
 inline float value(float x) { return x; }
-
-inline float value(uint16_t bfloat16) {
-  const uint32_t bits = uint32_t{bfloat16} << 16;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
+inline float value(uint16_t x) { return bfloat16_value(x); }
 
 inline void store(float x, float* y) { *y = x; }
-
-// As bfloat16: to nearest, ties to even; a NaN stays one. Without a branch, for vectors.
-inline void store(float x, uint16_t* y) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = bits + 0x7FFF + (bits >> 16 & 1), nan = bits | 0x400000;
-  *y = static_cast<uint16_t>((x == x ? rounded : nan) >> 16);
-}
+inline void store(float x, uint16_t* y) { *y = bfloat16_bits(x); }
 
 // A row of an operand or a result, float32 or bfloat16.
 struct Row {
