@@ -101,7 +101,7 @@ def _prompt(params: Params, options: Any) -> list[int]:
 def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
     """Drafts without a model; the datastore holds the prompt, as if others had written it."""
     datastore = Datastore.create([np.array(prompt)] * 2, params.config.vocab_size)
-    core = Spectra(window=2, guesses=2)
+    core = Spectra(window=2, guesses=2, capacity=256)  # far more n-grams than a sample has
     cast = specjax.quantize(params, "mxfp4", lm_head=True)
     return {
         "prompt lookup": PromptLookup(4),

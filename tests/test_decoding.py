@@ -15,6 +15,8 @@ from specjax.decoding import start
 from specjax.rounds import step
 from tests.random_models import CONFIG, quantized_model, random_model, random_prompts
 
+pytestmark = pytest.mark.optimized
+
 PROMPTS = random_prompts((3, 7, 12), CONFIG.vocab_size)
 NEW = 24
 DRAFTERS = [

@@ -22,6 +22,8 @@ from specjax.kv_cache import KVCache
 from specjax.params import Params
 from specjax.transformer import forward
 
+pytestmark = pytest.mark.optimized
+
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/golden.npz"))
 OLDER_NAMES = sorted(file.parent.name for file in GOLDEN.glob("*/config_older.json"))

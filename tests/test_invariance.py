@@ -21,6 +21,8 @@ from specjax.kv_cache import KVCache
 from specjax.transformer import forward
 from tests.random_models import CONFIG, quantized_model, random_model
 
+pytestmark = pytest.mark.optimized
+
 SIZES = (1, 2, 7, 8, 9, 33)
 
 

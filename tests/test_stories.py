@@ -12,6 +12,8 @@ import pytest
 
 import specjax
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(scope="module")
 def folder(data: Path) -> Path:
