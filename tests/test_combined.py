@@ -121,6 +121,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_output_does_not_change(name: str) -> None:
     params, drafter = DRAFTERS[name]

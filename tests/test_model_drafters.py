@@ -66,6 +66,7 @@ def plain() -> specjax.DecodeResult:
     return specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=specjax.Autoregressive())
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
     result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=DRAFTERS[name])

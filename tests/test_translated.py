@@ -65,6 +65,7 @@ def plain() -> specjax.DecodeResult:
     )
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
     result = specjax.decode(
