@@ -199,34 +199,56 @@ class StopStrings:
 
 
 class TextStream:
-    """Turns tokens into text as they come, holding back what may still change.
+    """Turns tokens into text as they come, holding back what may still change or end it.
 
     A character can span tokens, and how a token reads can depend on the ones before it; so the
-    whole text is decoded every time, and a trailing replacement character waits for more.
+    whole text is decoded every time, and a trailing replacement character waits for more. So does
+    what may be the beginning of one of `stops`: the text ends before the first of them, `ended` is
+    true from then on, and what is pushed later adds nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._prompt = list(prompt)
+        self._stops = tuple(stops)
         self._ids = list(prompt)
         self._shown = 0
+        self.ended = False
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens add."""
         self._ids += ids
-        text = _continuation(self._tokenizer, self._prompt, self._ids)
-        end = len(text.rstrip("\ufffd"))
-        added, self._shown = text[self._shown : end], max(self._shown, end)
-        return added
+        text = self._text().rstrip("\ufffd")
+        return self._show(text if self.ended else text[: len(text) - self._held(text)])
 
     def peek(self, ids: Sequence[int]) -> str:
         """The text that these tokens would add, after the last few that were pushed."""
+        if self.ended:
+            return ""
         context = self._ids[-_CONTEXT:]
         return _continuation(self._tokenizer, context, [*context, *ids])
 
     def finish(self) -> str:
         """The text that was held back: nothing follows that could change it."""
+        return self._show(self._text())
+
+    def _text(self) -> str:
+        """All of it, up to the first of `stops`."""
         text = _continuation(self._tokenizer, self._prompt, self._ids)
+        kept = cut(text, self._stops)
+        self.ended = self.ended or kept != text
+        return kept
+
+    def _held(self, text: str) -> int:
+        """How many characters at the end may be the beginning of one of `stops`."""
+        return max(
+            (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+            default=0,
+        )
+
+    def _show(self, text: str) -> str:
         added, self._shown = text[self._shown :], max(self._shown, len(text))
         return added
 

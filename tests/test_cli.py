@@ -50,6 +50,19 @@ def test_trace_marks_every_token(capsys) -> None:
     assert "{+" in traced.rsplit("\n\n", 1)[0]
 
 
+@pytest.mark.parametrize("trace", [(), ("--trace",)])
+def test_a_text_ends_before_a_stop(trace: tuple[str, ...], capsys) -> None:
+    whole = _generate(capsys).rsplit("\n\n", 1)[0]
+    stop = whole[40:45]
+    shown = _kept(_generate(capsys, "--stop", "no such text", "--stop", stop, *trace))
+    assert shown == whole[: whole.index(stop)]
+
+
+def test_an_empty_stop_is_refused(capsys) -> None:
+    assert main(["generate", "Once upon a time", "--stop", ""]) == 1
+    assert "--stop must name a text, got an empty one" in capsys.readouterr().err
+
+
 def test_sampling_follows_the_seed(capsys) -> None:
     runs = [_generate(capsys, "--temperature", "1", "--seed", seed) for seed in ("1", "1", "2")]
     texts = [run.rsplit("\n\n", 1)[0] for run in runs]

@@ -82,6 +82,19 @@ def test_a_prompt_may_end_within_a_character() -> None:
     assert stream.push(rest) == "é"
 
 
+def test_a_stream_ends_before_the_first_of_its_stops() -> None:
+    stream = TextStream(ByteTokenizer(), [65], ("\n\n", "bcd"))
+    assert "".join(stream.push([byte]) for byte in b"a\nb\nbce\n\nf") == "a\nb\nbce"
+    assert stream.ended
+    assert stream.peek([97]) == "" and stream.finish() == ""
+
+
+def test_what_may_begin_a_stop_waits() -> None:
+    stream = TextStream(ByteTokenizer(), [65], ("bcd",))
+    assert [stream.push([byte]) for byte in b"abcbc"] == ["a", "", "", "bc", ""]
+    assert not stream.ended and stream.finish() == "bc"
+
+
 def test_peek_shows_and_changes_nothing() -> None:
     stream = TextStream(ByteTokenizer(), list(range(65, 90)))
     assert stream.peek([97, 98]) == "ab" and stream.peek([]) == ""

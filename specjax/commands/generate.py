@@ -29,6 +29,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add("--chat", action="store_true", help="put the text into the model's chat template")
     add("--max-new-tokens", type=int, default=128)
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; repeatable",
+    )
     add_quantize(parser)
     add_drafter(parser)
     add_cache_bits(parser)
@@ -43,6 +50,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    if "" in options.stop:
+        raise ValueError("--stop must name a text, got an empty one")
     params, original = load_target(options)
     tokenizer = specjax.load_tokenizer(options.model)
     drafter = make_drafter(options, params, original)
@@ -58,7 +67,8 @@ def _generate(options: argparse.Namespace) -> None:
         cache_bits=options.cache_bits,
         key=jax.random.key(options.seed) if sampling else None,
     )
-    show = (_Trace if options.trace else _Plain)(TextStream(tokenizer, prompt))
+    text = TextStream(tokenizer, prompt, options.stop)
+    show = (_Trace if options.trace else _Plain)(text)
     seen: list[Round] = []
     print(options.text, end="", flush=True)
     for each in rounds:
@@ -66,6 +76,8 @@ def _generate(options: argparse.Namespace) -> None:
             first = time.perf_counter()  # the first round waits for the compiler
         seen.append(each)
         show(_without(each, params.config.stop_tokens))
+        if text.ended:
+            break
     show.finish()
     seconds = time.perf_counter() - first
     print(f"\n\n{_summary(seen, seconds, first - begun)}")
