@@ -98,6 +98,7 @@ def test_attention_over_codes_under_vmap() -> None:
 
 
 # The promise of the library for every cache precision: drafts change nothing.
+@pytest.mark.optimized
 @pytest.mark.parametrize("activation", ["a8", "a4"])
 @pytest.mark.parametrize("bits", BITS)
 def test_output_is_that_of_plain_decoding(bits, activation) -> None:

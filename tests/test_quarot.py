@@ -139,6 +139,7 @@ def test_checkpoints_keep_the_rotation(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dtype", "activation", "cache_bits"),
     [("float32", "a8", 16), ("bfloat16", "a4", 16), ("float32", "a4", 4), ("bfloat16", "a8", 8)],
