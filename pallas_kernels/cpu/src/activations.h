@@ -52,12 +52,13 @@ inline float quantize(const float* values, int64_t size, int levels, int8_t* q) 
   return scale;
 }
 
+// Sums are `stride` apart.
 template <typename Value, typename Sum>
-inline void sum_runs(const Value* values, int64_t count, int64_t size, Sum* sums) {
+inline void sum_runs(const Value* values, int64_t count, int64_t size, Sum* sums, int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
     Sum total = 0;
     for (int64_t j = 0; j < size; ++j) total += values[i * size + j];
-    sums[i] = total;
+    sums[i * stride] = total;
   }
 }
 
@@ -88,16 +89,19 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
   uint32_t* words = how.depth == 0 ? out.words + row * count
                                    : reinterpret_cast<uint32_t*>(values + how.inputs);
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
+  const int64_t stride = how.depth == 0 ? 1 : how.rows;
+  const int64_t first_sum = how.depth == 0 ? row * sums : row;
   if (how.arithmetic == Arithmetic::kInteger) {
     const int64_t groups = how.inputs / how.group_size;
+    float* scales = out.scales + (how.depth == 0 ? row * groups : row);
     int8_t* q = reinterpret_cast<int8_t*>(words);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t start = g * how.group_size;
-      out.scales[row * groups + g] = quantize(values + start, how.group_size, how.levels, q + start);
+      scales[g * stride] = quantize(values + start, how.group_size, how.levels, q + start);
     }
-    sum_runs(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + row * sums);
+    sum_runs(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + first_sum, stride);
   } else {
-    sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + row * sums);
+    sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + first_sum, stride);
     if (how.arithmetic == Arithmetic::kBfloat16) {
       prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(words));
     } else {

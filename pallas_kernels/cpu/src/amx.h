@@ -24,15 +24,23 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   if (how.depth == 0) {
     avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
   } else if (how.arithmetic == kInteger) {
-    if (w.kind == Kind::kInt4) return multiply_by_tiles<kInteger, Kind::kInt4>(p, m, column, y);
-    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kInteger, Kind::kMxfp4>(p, m, column, y);
-    multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
+    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
+    const bool shallow = how.depth == kTileWords / 2;
+    if (w.kind == Kind::kInt4 && shallow) {
+      multiply_by_tiles<kInteger, Kind::kInt4, 8>(p, m, column, y);
+    } else if (w.kind == Kind::kInt4) {
+      multiply_by_tiles<kInteger, Kind::kInt4>(p, m, column, y);
+    } else if (shallow) {
+      multiply_by_tiles<kInteger, Kind::kInt8, 8>(p, m, column, y);
+    } else {
+      multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
+    }
   } else {
     if (w.kind == Kind::kInt4) return multiply_by_tiles<kBfloat16, Kind::kInt4>(p, m, column, y);
     if (w.kind == Kind::kBfloat16) {
       multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
     } else if (scales_are_exponents(w, column)) {
-      multiply_by_tiles<kBfloat16, Kind::kMxfp4, true>(p, m, column, y);
+      multiply_by_tiles<kBfloat16, Kind::kMxfp4, kTileWords, true>(p, m, column, y);
     } else {
       multiply_by_tiles<kBfloat16, Kind::kMxfp4>(p, m, column, y);
     }
@@ -47,7 +55,8 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
   if (w.zeros == nullptr) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
-  const int64_t portions = (x.m + kTileRows - 1) / kTileRows;
+  int64_t portions = (x.m + kTileRows - 1) / kTileRows;
+  if (portions > 1) portions += portions % 2;  // TilePanel takes them by twos
   how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
   how.rows = portions * how.portion;
   return how;
@@ -63,10 +72,10 @@ template <Arithmetic A>
 inline uint32_t multiply_only_tiles(int64_t operations) {
   alignas(64) Word zeros[kTileRows] = {};
   const TileShapes shapes(kTileRows, kTileWords);
-  load_tile<2>(zeros, kBytes), load_tile<3>(zeros, kBytes);
+  load_tile<4>(zeros, kBytes), load_tile<6>(zeros, kBytes);
   zero_tile<0>(), zero_tile<1>();
   for (int64_t done = 0; done < operations; done += 2 * kTileOperations) {
-    add_product<A, 0, 3, 2>(), add_product<A, 1, 3, 2>();
+    add_product<A, 0, 4, 6>(), add_product<A, 1, 4, 6>();
   }
   store_tile<0>(zeros, kBytes);
   return zeros[0][0];

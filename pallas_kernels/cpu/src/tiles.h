@@ -5,7 +5,7 @@
 // inputs of 16 outputs. So the sums come out as the vectors that the scales are read in.
 //
 // Which tile serves what is written out, since compilers give out tiles only for code of their own:
-// 0 and 1 sums, 2 weights, 3 x.
+// 0 to 3 sums, 4 and 5 x, 6 and 7 weights.
 #pragma once
 
 #include "panel.h"
@@ -22,10 +22,9 @@ class TileShapes {
  public:
   TileShapes(int64_t rows, int64_t words) {
     Configuration shapes{};
-    shapes.set(0, rows, kBytes);
-    shapes.set(1, rows, kBytes);
-    shapes.set(2, words, kBytes);
-    shapes.set(3, rows, 4 * words);
+    for (int tile = 0; tile < 4; ++tile) shapes.set(tile, rows, kBytes);
+    for (int tile = 4; tile < 6; ++tile) shapes.set(tile, rows, 4 * words);
+    for (int tile = 6; tile < 8; ++tile) shapes.set(tile, words, kBytes);
     __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
   }
 

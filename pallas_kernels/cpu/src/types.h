@@ -64,7 +64,7 @@ struct Input {
 
 // x prepared. words: [rows, inputs / inputs per word], or for tiles [words of a row / depth, rows,
 // depth]; scales: f32[m, inputs / group_size]; sums of the values in `words`: i32 or f32[m, inputs /
-// sum_size].
+// sum_size]. For tiles scales and sums are transposed: [inputs / …, rows].
 struct Prepared {
   uint32_t* words;
   float* scales;
