@@ -1,5 +1,5 @@
-// A weight as tiles want it, a step at a time: a step is `depth` words of every run, a word one
-// vector over kLanes outputs.
+// A weight as tiles want it, a step at a time: a step is kDepth words of every run, a word a vector
+// over kLanes outputs.
 //
 // What is stored as tiles want it is loaded as it stands; 4-bit codes are decoded to signed bytes or
 // bfloat16, and MXFP4's scaled as well where a power of two can be taken away from all exponents.
@@ -87,7 +87,7 @@ class TileSource {
     if constexpr (kScaled) decoder_.table = load<Word>(kLargestMxfp4);
   }
 
-  // Where step `step` is stored as tiles want it, or null.
+  // Where step `step` is stored as tiles want it, or null: then it must be read.
   SPECJAX_INLINE const Word* stored(int64_t step) const {
     if (kRuns == 2 || !is_whole((step + 1) * kLines)) return nullptr;
     return reinterpret_cast<const Word*>(from_ + step * kLines * kBytes);
@@ -101,8 +101,9 @@ class TileSource {
       if (first == 0) read_exponents(step);
     }
     const int64_t line = step * kLines + first;
-    const uint8_t* from = is_whole(line + kCount) ? from_ + line * kBytes : transposed(line);
-    const uint8_t* ahead = this->ahead(line);
+    const bool whole = is_whole(line + kCount);
+    const uint8_t* from = whole ? from_ + line * kBytes : transposed(line);
+    const uint8_t* ahead = whole ? this->ahead(line) : from;
     const Decoder<A, kind> decoder = decoder_;
     to += first * (kDepth / kLines);
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
@@ -111,7 +112,7 @@ class TileSource {
     }
   }
 
-  // Asks for what follows step `step`, if it is not decoded.
+  // Asks for what follows a step that is stored as tiles want it.
   SPECJAX_INLINE void ask(int64_t step) const {
     const uint8_t* ahead = this->ahead(step * kLines);
     SPECJAX_UNROLL for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * kBytes);
