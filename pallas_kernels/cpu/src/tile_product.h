@@ -15,6 +15,9 @@ namespace specjax::SPECJAX_ISA {
 inline constexpr int kPortionsPerPass = 4;  // of rows of x, that share what is decoded
 inline constexpr int kSideBySide = 2;       // vectors of outputs
 
+// Lines that a stream asks for before they are read: what is decoded needs the cache as well.
+inline constexpr int kLinesAhead = 64;
+
 // Takes the zeros times x's sums out of a segment's sums, of the portion's rows from `first` on.
 template <Arithmetic A, Kind kind>
 inline void take_zeros(const Product& p, const Group& group, const Place& place, int64_t first,
@@ -150,16 +153,14 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
 
   // Part `part` of step `step`: a half of a vector's lines that are decoded, or all of them.
   SPECJAX_INLINE void read(int64_t step, int part) {
-    const int v = part / kRuns;
-    Word* to = buffers_[step & 1][v];
-    if (const Word* stored = sources_[v].stored(step)) {
-      sources_[v].ask(step);
-      weights_[step & 1][v] = stored;
-    } else {
-      constexpr int kCount = Steps::kLines / kRuns;
-      sources_[v].template read<kCount, kDepth>(step, part % kRuns * kCount, to);
-      weights_[step & 1][v] = to;
-    }
+    constexpr int kCount = Steps::kLines / kRuns;
+    const int v = part / kRuns, first = part % kRuns * kCount;
+    sources_[v].template ask<kCount>(step * Steps::kLines + first + kLinesAhead);
+    const Word*& weights = weights_[step & 1][v];
+    weights = sources_[v].stored(step);
+    if (weights != nullptr) return;
+    weights = buffers_[step & 1][v];
+    sources_[v].template read<kCount, kDepth>(step, first, buffers_[step & 1][v]);
   }
 
   SPECJAX_INLINE void add(const uint32_t* x, int64_t step, int64_t next) {
@@ -209,7 +210,7 @@ class TilePanel : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
   using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::steps_, Pair::column_,
       Pair::beside_, Pair::groups_, Pair::sources_;
-  using typename Pair::Vector, typename Pair::Steps;
+  using typename Pair::Vector, typename Pair::Steps, typename Pair::Source;
 
  public:
   using Pair::Pair;
@@ -246,15 +247,18 @@ class TilePanel : TilePair<A, kind, kDepth, kScaled> {
     for (int v = 0; v < kSideBySide; ++v) {
       const bool stored = sources_[v].stored(first + kPerChunk - 1) != nullptr;
       weights_[v] = stored ? sources_[v].stored(first) : buffers_[v];
-      for (int s = 0; s < kPerChunk; ++s) {
-        if (stored) {
-          sources_[v].ask(first + s);
-        } else {
-          Word* to = buffers_[v] + s * kDepth;
-          sources_[v].template read<Steps::kLines, kChunkWords>(first + s, 0, to);
-        }
+      for (int s = 0; s < kPerChunk && !stored; ++s) {
+        Word* to = buffers_[v] + s * kDepth;
+        sources_[v].template read<Steps::kLines, kChunkWords>(first + s, 0, to);
       }
     }
+  }
+
+  // Asks for a part of the next chunk, as large as step `step` of run `run` is of this one.
+  SPECJAX_INLINE void ask(int64_t chunk, int64_t step, int run) {
+    constexpr int kCount = Steps::kLines / kRuns;
+    const int64_t part = (chunk + 1) * kPerChunk * kRuns + step * kRuns + run;
+    for (const Source& source : sources_) source.template ask<kCount>(part * kCount);
   }
 
   // Adds `length` steps of run `run` from step `s` of the chunk on, for portions `portion` and the
@@ -267,6 +271,7 @@ class TilePanel : TilePair<A, kind, kDepth, kScaled> {
     for (int64_t step = 0; step < length; ++step) {
       load_tile<4>(x, 4 * kDepth), load_tile<6>(left, kBytes);
       add_product<A, 0, 4, 6>();
+      if (i == 0) ask(chunk, s + step, run);
       load_tile<7>(right, kBytes);
       add_product<A, 1, 4, 7>();
       load_tile<5>(x + p_.how.portion * kDepth, 4 * kDepth);

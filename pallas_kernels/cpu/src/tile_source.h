@@ -10,9 +10,6 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// Bytes that a stream asks for before they are read. What is decoded needs the cache as well.
-inline constexpr int64_t kTileAhead = 1 << 12;
-
 // int4 codes as signed bytes are kept in the bytes' upper halves: 16 times the integers.
 template <Kind kind>
 inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
@@ -101,21 +98,22 @@ class TileSource {
       if (first == 0) read_exponents(step);
     }
     const int64_t line = step * kLines + first;
-    const bool whole = is_whole(line + kCount);
-    const uint8_t* from = whole ? from_ + line * kBytes : transposed(line);
-    const uint8_t* ahead = whole ? this->ahead(line) : from;
+    const uint8_t* from = is_whole(line + kCount) ? from_ + line * kBytes : transposed(line);
     const Decoder<A, kind> decoder = decoder_;
     to += first * (kDepth / kLines);
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
-      __builtin_prefetch(ahead + i * kBytes);
       decode<kRunWords>(decoder, load<Word>(from + i * kBytes), i, to);
     }
   }
 
-  // Asks for what follows a step that is stored as tiles want it.
-  SPECJAX_INLINE void ask(int64_t step) const {
-    const uint8_t* ahead = this->ahead(step * kLines);
-    SPECJAX_UNROLL for (int i = 0; i < kLines; ++i) __builtin_prefetch(ahead + i * kBytes);
+  // Asks memory for kCount lines from line `line` on: of these outputs, or behind their end of those
+  // after the next, which are read beside these.
+  template <int kCount>
+  SPECJAX_INLINE void ask(int64_t line) const {
+    if (!w_.interleaved) return;
+    const int64_t offset = line * kBytes;
+    const uint8_t* from = from_ + offset + (offset < length_ ? 0 : length_);
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) __builtin_prefetch(from + i * kBytes);
   }
 
  private:
@@ -125,13 +123,6 @@ class TileSource {
   // Whether the lines before line `end` are stored side by side.
   SPECJAX_INLINE bool is_whole(int64_t end) const {
     return w_.interleaved && end * kLineBytes <= w_.row_bytes;
-  }
-
-  // What is read kTileAhead bytes after line `line`: in these outputs, or in those after the next,
-  // which are read beside these.
-  SPECJAX_INLINE const uint8_t* ahead(int64_t line) const {
-    const int64_t next = line * kBytes + kTileAhead;
-    return from_ + next + (next < length_ ? 0 : length_);
   }
 
   // Line `line` of what is stored otherwise, or ends within the slab.
