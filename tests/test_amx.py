@@ -1,7 +1,8 @@
 """Tile products (AMX) on machines without them: the library as built, under an emulator.
 
 The emulator (tests/amx_emulator.c) is preloaded into a process of its own, in which the tests of
-`matmul` run once more. On a machine with tiles they run as they are, and here is nothing to do.
+`matmul` and attention run once more. On a machine with tiles they run as they are, and here is
+nothing to do.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ def emulator(tmp_path: Path) -> Path:
     return path
 
 
-def test_matmul_by_tiles(emulator: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "products"), [("test_matmul.py", 2), ("test_cpu_attention.py", 1)]
+)
+def test_by_tiles(module: str, products: int, emulator: Path, tmp_path: Path) -> None:
+    """products: how many kinds there are, of integers and of bfloat16."""
     # Against float64, whatever the number of rows, and integers as on other instruction sets.
-    # float32 knows no tiles. The handler of faults that pytest brings would replace the emulator's.
+    # float32 knows no tiles, nor do codes in a cache. The handler of faults that pytest brings
+    # would replace the emulator's.
     log = tmp_path / "log"
     environment = os.environ | {
         "LD_PRELOAD": str(emulator),
@@ -46,10 +52,10 @@ def test_matmul_by_tiles(emulator: Path, tmp_path: Path) -> None:
         "SPECJAX_AMX_EMULATED": "1",
     }
     options = ["-n", "0", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
-    selected = ["tests/test_matmul.py", "-k", "avx512_amx and not float32"]
-    command = [sys.executable, "-m", "pytest", *options, *selected]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/{module}"]
+    command += ["-k", "avx512_amx and not float32 and not bits"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
         pytest.skip("the library was built by a compiler that knows no tile products")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert min(int(products) for products in log.read_text().split()) > 0
+    assert sum(int(count) > 0 for count in log.read_text().split()) == products

@@ -140,12 +140,14 @@ CASES = {
     "narrow-window": make_case(1, 6, 2, 2, 16, 640, [515], window=3),
     "chain": make_case(2, 9, 4, 4, 96, 384, [256, 100], mask="chain"),
     "tree": make_case(3, 13, 6, 3, 32, 640, [251, 511, 0], mask="tree", cache="bfloat16"),
+    "grouped-tree": make_case(2, 21, 14, 2, 64, 512, [250, 100], mask="tree", cache="bfloat16"),
     "tree-window": make_case(2, 13, 4, 2, 24, 640, [250, 500], mask="tree", window=20),
     "odd": make_case(2, 4, 3, 1, 5, 128, [17, 80], cache="bfloat16"),
     "one-feature": make_case(1, 2, 2, 1, 1, 128, [9]),
     "wide-head": make_case(1, 2, 2, 1, 256, 384, [300], cache="bfloat16"),
     "prefill": make_case(1, 70, 4, 1, 64, 384, [0], cache="bfloat16"),
     "many-heads": make_case(1, 2, 70, 1, 16, 256, [200]),
+    "many-heads-16": make_case(1, 2, 70, 1, 96, 256, [200], cache="bfloat16", window=150),
 }
 
 
@@ -173,11 +175,13 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("cache", "e"), [("float32", 40), ("bfloat16", 40), ("bfloat16", 64)])
 @pytest.mark.parametrize("window", [None, 70])
-def test_rows_tokens_and_capacity(cache: str, window: int | None, instruction_set: str) -> None:
+def test_rows_tokens_and_capacity(
+    cache: str, e: int, window: int | None, instruction_set: str
+) -> None:
     lengths = [5, 130, 700, 250]
-    case = make_case(4, 19, 8, 2, 40, 896, lengths, cache=cache, window=window)
+    case = make_case(4, 19, 8, 2, e, 896, lengths, cache=cache, window=window)
     whole = run(case, instruction_set)
     for row, slots in enumerate((128, 256, 896, 384)):
         for t in (1, 2, 5, 16, 19):
@@ -214,12 +218,17 @@ def test_a_window_that_holds_all_is_none() -> None:
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("cache", "h", "e"),
+    [*((cache, 4, 24) for cache in CACHES), ("bfloat16", 4, 64), ("bfloat16", 14, 32)],
+)
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_trees_path_is_its_chain(window: int | None, cache: str, instruction_set: str) -> None:
+def test_a_trees_path_is_its_chain(
+    window: int | None, cache: str, h: int, e: int, instruction_set: str
+) -> None:
     """Tokens of a tree, moved together as a chain, get the same result: over blocks' edges too."""
     for length in (0, 180, 250, 255, 256, 300):
-        case = make_case(1, 21, 4, 2, 24, 512, [length], cache=cache, mask="tree", window=window)
+        case = make_case(1, 21, h, 2, e, 512, [length], cache=cache, mask="tree", window=window)
         tree = run(case, instruction_set)
         paths = np.asarray(case["ancestors"][0])
         longest = (paths >= 0).sum(1).argmax()
@@ -254,9 +263,12 @@ def test_the_number_of_threads_changes_nothing(threads: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
-def test_nothing_leaks_from_what_is_not_seen(cache: str, instruction_set: str) -> None:
-    case = make_case(2, 3, 4, 2, 24, 384, [250, 60], cache=cache)
+@pytest.mark.parametrize(("cache", "e"), [("float32", 24), ("bfloat16", 24), ("bfloat16", 64)])
+@pytest.mark.parametrize("mask", [None, "chain"])
+def test_nothing_leaks_from_what_is_not_seen(
+    mask: str | None, cache: str, e: int, instruction_set: str
+) -> None:
+    case = make_case(2, 3, 4, 2, e, 384, [250, 60], cache=cache, mask=mask)
     clean = run(case, instruction_set)
     bad = 0x7FC0 if cache == "bfloat16" else jnp.nan
     unused = {

@@ -270,7 +270,7 @@ std::vector<float> attend(const Kernels& kernels, Attention a) {
       const AttentionTile tile{row, head, 0, kTokens, 0, kLengths[row] + seen};
       kernels.clear_sums(a, kTokens, sums.data());
       for (int64_t block = 0; block * kAttentionBlock < tile.last; ++block) {
-        kernels.attend_block(a, {&tile, block}, nullptr, scratch.data(), next.data());
+        kernels.attend_block(a, {&tile, block}, {nullptr, nullptr}, scratch.data(), next.data());
         kernels.add_block(a, kTokens, next.data(), sums.data());
       }
       kernels.write_result(a, tile, sums.data());

@@ -91,8 +91,8 @@ void attend_tiles(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
     kernels.clear_sums(a, tile.tokens, sums);
     for (int64_t block = first_block(tile); block < end_block(tile); ++block) {
       const AttentionStep step{&tile, block}, next{&tile, block + 1};
-      kernels.attend_block(a, step, next.block < end_block(tile) ? &next : nullptr, scratch,
-                           sums + sizes.sums);
+      const AttentionAhead ahead{next.block < end_block(tile) ? &next : nullptr, nullptr};
+      kernels.attend_block(a, step, ahead, scratch, sums + sizes.sums);
       kernels.add_block(a, tile.tokens, sums + sizes.sums, sums);
     }
     kernels.write_result(a, tile, sums);
@@ -123,12 +123,19 @@ void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
   const int64_t run = std::clamp<int64_t>(count / runs, 1, a.kv_heads);
   thread_local Memory shared;
   float* const all = shared.reserve((count + tiles.size()) * stride);
-  parallel_for(pool, (count + run - 1) / run, [&](int64_t index) {
+  const int64_t deals = (count + run - 1) / run;
+  const auto step = [&](int64_t i) { return i < count ? &steps[i] : nullptr; };
+  parallel_for(pool, deals, [&](int64_t deal) {
     float* scratch = thread_memory().reserve(kernels.attention_sizes(a, tokens).scratch);
-    const int64_t end = std::min(count, (index + 1) * run);
-    for (int64_t i = index * run; i < end; ++i) {  // a thread's runs are neighbours (threads.h)
-      kernels.attend_block(a, steps[i], i + 1 < count ? &steps[i + 1] : nullptr, scratch,
-                           all + i * stride);
+    // A thread's runs are neighbours. So if they are blocks, it asks for the next one while it is
+    // at this one; and step by step for its first, or if they are less.
+    const Range own = range_of(pool, deals, deal);
+    const bool blocks = run == a.kv_heads;
+    const bool single = !blocks || deal == own.begin, more = blocks && deal + 1 < own.end;
+    const int64_t end = std::min(count, (deal + 1) * run);
+    for (int64_t i = deal * run; i < end; ++i) {
+      const AttentionAhead ahead{single ? step(i + 1) : nullptr, more ? step(i + run) : nullptr};
+      kernels.attend_block(a, steps[i], ahead, scratch, all + i * stride);
     }
   });
   std::vector<int64_t> firsts(tiles.size());

@@ -22,7 +22,7 @@ inline AttentionSizes attention_sizes(const Attention& a, int64_t tokens) {
 // 2^x for x <= 0: a relative error below 1.1e-7, exactly 1 at 0, 0 below 2^-126; a NaN stays one.
 inline Float exp2(Float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
-  const Float clamped = x < -126.0f ? splat(-126.0f) : x;
+  const Float clamped = larger(splat(-126.0f), x);
   const Float shifted = clamped + kRound;
   const Float f = clamped - (shifted - kRound);  // in [-1/2, 1/2], exact
   Float y = splat(1.53533620e-4f);               // minimax in the relative error, 2e-9
@@ -43,7 +43,7 @@ inline float exp2(float x) { return exp2(splat(x))[0]; }
 // m_stride: in bytes.
 struct Factors {
   Factors(const float* x, int64_t x_stride, const void* m, int64_t m_stride, int64_t count,
-          int64_t ahead = 0)
+          Ahead* ahead = nullptr)
       : x(x),
         x_stride(x_stride),
         m(static_cast<const uint8_t*>(m)),
@@ -54,7 +54,8 @@ struct Factors {
   const float* x;
   int64_t x_stride;
   const uint8_t* m;
-  int64_t m_stride, count, ahead;
+  int64_t m_stride, count;
+  Ahead* ahead;  // what to ask for while m is read from memory
 };
 
 template <typename Values, int R, int V, bool kAhead = Values::kAhead>
@@ -71,7 +72,7 @@ inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, in
     Float columns[V];
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       const uint8_t* from = m + v * kLanes * Values::kSize;
-      if (kAhead && v * kLanes * Values::kSize % 64 == 0) __builtin_prefetch(from + f.ahead, 0, 2);
+      if (kAhead && v * kLanes * Values::kSize % kLine == 0) f.ahead->turn();
       columns[v] = Values::read(from);
     }
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
@@ -112,29 +113,38 @@ inline void add_product(const Factors& f, int64_t rows, int64_t columns, float* 
 
 inline constexpr float kNothing = -__builtin_inff();  // the maximum of no scores
 
-// scores[count] -> weights 2^(score - maximum) in place, 0 where not seen (null: all are).
+// scores[count] -> weights 2^(score - maximum) in place, 0 where not seen (null: all are). count: a
+// multiple of kStrip.
 inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& maximum,
                   float& total) {
-  Float top = splat(kNothing);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Float s = load<Float>(scores + i);
-    if (seen != nullptr) {
-      s = load<Word>(seen + i) != 0 ? s : splat(kNothing);
-      store(scores + i, s);
+  constexpr int kChains = 4;  // of additions, none of which waits for another
+  constexpr int kStep = kChains * kLanes;
+  static_assert(kStrip % kStep == 0);
+  Float tops[kChains], sums[kChains] = {};
+  for (Float& top : tops) top = splat(kNothing);
+  for (int64_t i = 0; i < count; i += kStep) {
+    SPECJAX_UNROLL for (int j = 0; j < kChains; ++j) {
+      float* at = scores + i + j * kLanes;
+      Float s = load<Float>(at);
+      if (seen != nullptr) {
+        s = load<Word>(seen + i + j * kLanes) != 0 ? s : splat(kNothing);
+        store(at, s);
+      }
+      tops[j] = larger(s, tops[j]);
     }
-    top = s > top ? s : top;
   }
-  maximum = kNothing;
-  for (int lane = 0; lane < kLanes; ++lane) maximum = top[lane] > maximum ? top[lane] : maximum;
-  Float sum{};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Float w = exp2(load<Float>(scores + i) - maximum);
-    if (seen != nullptr) w = load<Word>(seen + i) != 0 ? w : Float{};
-    store(scores + i, w);
-    sum += w;
+  const float top = largest_lane(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
+  for (int64_t i = 0; i < count; i += kStep) {
+    SPECJAX_UNROLL for (int j = 0; j < kChains; ++j) {
+      float* at = scores + i + j * kLanes;
+      Float w = exp2(load<Float>(at) - top);
+      if (seen != nullptr) w = load<Word>(seen + i + j * kLanes) != 0 ? w : Float{};
+      store(at, w);
+      sums[j] += w;
+    }
   }
-  total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+  maximum = top;
+  total = sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 // --- A block.
@@ -182,13 +192,13 @@ inline void for_new_tokens(const Attention& a, const AttentionTile& tile, const 
 }
 
 inline void score(const Entries& entries, const Part& part, const Layout& layout,
-                  float* scratch) {
+                  float* scratch, Ahead& ahead) {
   const Span& span = part.span;
   if (span.strips == 0) return;
   float* keys = scratch + layout.keys;
   std::memset(part.weights, 0, layout.rows * part.stride * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
-    read_keys(entries, span.slot(i), span.end, layout, scratch + layout.values, keys);
+    read_keys(entries, span.slot(i), span.end, layout, scratch + layout.values, keys, ahead);
     const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
     add_product<Floats>(factors, layout.rows, kStrip, part.weights + i * kStrip, part.stride);
   }
@@ -211,14 +221,12 @@ inline bool all_finite(const float* values, int64_t count) {
     const Float v = load<Float>(values + i);
     differences += v - v;  // of what is not finite, a NaN
   }
-  float sum = 0;
-  for (int lane = 0; lane < kLanes; ++lane) sum += differences[lane];
-  return sum == 0;
+  return sum_of_lanes(differences) == 0;
 }
 
 template <bool careful>
 inline void mix(const Entries& entries, const Part& part, const Layout& layout, float* values,
-                float* sums) {
+                float* sums, Ahead& ahead) {
   const Span& span = part.span;
   const int64_t rows = layout.rows, features = layout.features;
   const bool whole = entries.features == features;  // no vector reaches past a slot's values
@@ -226,13 +234,13 @@ inline void mix(const Entries& entries, const Part& part, const Layout& layout, 
     const float* weights = part.weights + i * kStrip;
     const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
     const Factors factors(weights, part.stride, direct, entries.stride, span.count(i),
-                          entries.ahead);
+                          &ahead);
     if (!careful && whole && entries.kind == Cached::kFloat32) {
       add_product<Floats>(factors, rows, features, sums, features);
     } else if (!careful && whole && entries.kind == Cached::kBfloat16 && rows <= kDirectRows) {
       add_product<Bfloat16s>(factors, rows, features, sums, features);
     } else {
-      read_values(entries, span.slot(i), span.count(i), layout, values);
+      read_values(entries, span.slot(i), span.count(i), layout, values, ahead);
       const Factors decoded(weights, part.stride, values, features * sizeof(float),
                             span.count(i));
       if (careful) {
@@ -246,25 +254,16 @@ inline void mix(const Entries& entries, const Part& part, const Layout& layout, 
 
 template <bool careful>
 inline void mix_parts(const Entries& entries, const Parts& parts, const Layout& layout,
-                      float* values, float* sums) {
+                      float* values, float* sums, Ahead& ahead) {
   std::memset(sums, 0, layout.rows * layout.features * sizeof(float));
-  mix<careful>(entries, parts.context, layout, values, sums);
-  mix<careful>(entries, parts.fresh, layout, values, sums);
+  mix<careful>(entries, parts.context, layout, values, sums, ahead);
+  mix<careful>(entries, parts.fresh, layout, values, sums, ahead);
 }
 
-// sums: of the step's tile over its block alone. next: the step that follows, or null.
-inline void attend_block(const Attention& a, const AttentionStep& step, const AttentionStep* next,
-                         float* scratch, float* sums) {
-  const AttentionTile& tile = *step.tile;
-  const Layout layout(a, tile.tokens);
-  const Span span(tile, step.block);
-  const Parts parts(a, tile, span, layout, scratch);
-  const Entries keys(a, step, next, a.keys), values(a, step, next, a.values);
-  read_queries(a, tile, layout, scratch);
-  score(keys, parts.context, layout, scratch);
-  score(keys, parts.fresh, layout, scratch);
+// Scores to weights, where they are counted as slots, with their maxima and totals.
+inline void weigh_block(const Attention& a, const AttentionTile& tile, const Span& span,
+                        const Parts& parts, const Layout& layout, float* scratch, float* sums) {
   for_new_tokens(a, tile, span, parts, layout.rows, [](float& slot, float& token) { slot = token; });
-
   uint32_t* seen = reinterpret_cast<uint32_t*>(scratch + layout.seen);
   const int64_t count = span.strips * kStrip;
   const bool masked = see(a, tile, span.first, count, seen);
@@ -273,12 +272,27 @@ inline void attend_block(const Attention& a, const AttentionStep& step, const At
     weigh(scratch + layout.weights + row * kWeightStride, mask, count, sums[layout.maxima + row],
           sums[layout.totals + row]);
   }
+}
 
+// sums: of the step's tile over its block alone.
+inline void attend_block(const Attention& a, const AttentionStep& step,
+                         const AttentionAhead& steps, float* scratch, float* sums) {
+  const AttentionTile& tile = *step.tile;
+  const Layout layout(a, tile.tokens);
+  const Span span(tile, step.block);
+  const Parts parts(a, tile, span, layout, scratch);
+  const Entries keys(a, tile, a.keys), values(a, tile, a.values);
+  const int64_t lines = (keys.bytes + kLine - 1) / kLine;
+  Ahead ahead(a, steps, 2 * span.strips * kStrip * lines);  // a turn: a line of this step
+  read_queries(a, tile, layout, scratch);
+  score(keys, parts.context, layout, scratch, ahead);
+  score(keys, parts.fresh, layout, scratch, ahead);
+  weigh_block(a, tile, span, parts, layout, scratch, sums);
   std::memset(parts.fresh.weights, 0, layout.rows * parts.fresh.stride * sizeof(float));
   for_new_tokens(a, tile, span, parts, layout.rows, [](float& slot, float& token) { token = slot; });
-  mix_parts<false>(values, parts, layout, scratch + layout.values, sums);
+  mix_parts<false>(values, parts, layout, scratch + layout.values, sums, ahead);
   if (!all_finite(sums, layout.rows * layout.features)) {
-    mix_parts<true>(values, parts, layout, scratch + layout.values, sums);
+    mix_parts<true>(values, parts, layout, scratch + layout.values, sums, ahead);
   }
 }
 

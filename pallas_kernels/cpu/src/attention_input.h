@@ -2,6 +2,7 @@
 #pragma once
 
 #include "activations.h"
+#include "attention_ahead.h"
 #include "panel.h"
 #include "simd.h"
 #include "types.h"
@@ -40,22 +41,16 @@ struct Layout {
 };
 
 // One row's entries of one key-value head: slot s begins `stride` · s bytes on.
-//
-// What the next step reads is `ahead` bytes on: asked for between the sums of this one, since such
-// short pieces far apart are nothing that the hardware foresees.
 struct Entries {
-  Entries(const Attention& a, const AttentionStep& step, const AttentionStep* next,
-          const Cache& cache)
+  Entries(const Attention& a, const AttentionTile& tile, const Cache& cache)
       : kind(a.cached),
         features(a.e),
         bytes(head_bytes(a)),
         stride(a.kv_heads * bytes),
         heads(a.kv_heads) {
-    start = static_cast<const uint8_t*>(cache.data) + offset(a, step);
-    ahead = next == nullptr ? 0 : offset(a, *next) - offset(a, step);
-    start -= step.block * kAttentionBlock * stride;
+    const int64_t first = tile.row * a.slots * heads + tile.head;
+    start = static_cast<const uint8_t*>(cache.data) + first * bytes;
     if (kind < Cached::kCodes8) return;
-    const int64_t first = step.tile->row * a.slots * heads + step.tile->head;
     scales = cache.scales + first, zeros = cache.zeros + first;
   }
 
@@ -66,26 +61,10 @@ struct Entries {
         bytes(features * sizeof(float)),
         stride(bytes),
         heads(1),
-        ahead(0),
         start(reinterpret_cast<const uint8_t*>(values) - slot * stride) {}
 
-  static int64_t head_bytes(const Attention& a) {
-    return a.cached == Cached::kFloat32    ? 4 * a.e
-           : a.cached == Cached::kBfloat16 ? 2 * a.e
-           : a.cached == Cached::kCodes8   ? a.e
-                                           : a.e / 2;
-  }
-
-  // Of the step's first slot.
-  int64_t offset(const Attention& a, const AttentionStep& step) const {
-    const int64_t slot = step.tile->row * a.slots + step.block * kAttentionBlock;
-    return slot * stride + step.tile->head * bytes;
-  }
-
-  void fetch_ahead(const uint8_t* p) const { __builtin_prefetch(p + ahead, 0, 2); }
-
   Cached kind;
-  int64_t features, bytes, stride, heads, ahead;
+  int64_t features, bytes, stride, heads;
   const uint8_t* start;
   const float* scales = nullptr;  // of slot s: scales[s · heads], zeros[s · heads]
   const uint8_t* zeros = nullptr;
@@ -147,7 +126,8 @@ inline void read_queries(const Attention& a, const AttentionTile& tile, const La
 
 // kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any that can
 // be read. Of float32 or bfloat16.
-inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* keys) {
+inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* keys,
+                      Ahead& ahead) {
   const bool bfloat16 = entries.kind == Cached::kBfloat16;
   for (int64_t first = 0; first < kStrip; first += kLanes) {
     const uint8_t* rows[kLanes];
@@ -158,8 +138,8 @@ inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* 
     for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
       Word words[kLanes];
       const int64_t left = entries.bytes - byte;
+      ahead.turn(kLanes * kBytes / kLine);
       for (int i = 0; i < kLanes; ++i) {
-        entries.fetch_ahead(rows[i] + byte);
         if (left >= kBytes) {
           words[i] = load<Word>(rows[i] + byte);
         } else {
@@ -187,7 +167,7 @@ SPECJAX_INLINE Float code_values(Word codes, int zero, float scale) {
 }
 
 // One slot's codes: f32[features].
-inline void decode_slot(const Entries& entries, int64_t slot, float* out) {
+inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead& ahead) {
   const uint8_t* codes = entries.start + slot * entries.stride;
   const float scale = entries.scales[slot * entries.heads];
   const int zero = entries.zeros[slot * entries.heads];
@@ -195,7 +175,7 @@ inline void decode_slot(const Entries& entries, int64_t slot, float* out) {
   float* high = out + entries.bytes;  // of nibbles: the features' second half
   int64_t i = 0;
   for (; i + kLanes <= entries.bytes; i += kLanes) {
-    if (i % 64 == 0) entries.fetch_ahead(codes + i);
+    if (i % kLine == 0) ahead.turn();
     const Word word = widen(load<Byte>(codes + i));
     store(out + i, code_values(nibbles ? word & 0xFu : word, zero, scale));
     if (nibbles) store(high + i, code_values(word >> 4, zero, scale));
@@ -222,19 +202,19 @@ inline Float read_vector(const Entries& entries, const uint8_t* from, int64_t le
 
 // `count` slots from `slot` on: f32[count, features].
 inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
-                        float* values) {
+                        float* values, Ahead& ahead) {
   const int64_t size = entries.kind == Cached::kFloat32 ? 4 : 2;
   for (int64_t i = 0; i < count; ++i) {
     float* out = values + i * layout.features;
     if (entries.kind >= Cached::kCodes8) {
-      decode_slot(entries, slot + i, out);
+      decode_slot(entries, slot + i, out, ahead);
       std::memset(out + entries.features, 0, (layout.features - entries.features) * sizeof(float));
       continue;
     }
     const uint8_t* from = entries.start + (slot + i) * entries.stride;
     for (int64_t e = 0; e < layout.features; e += kLanes) {
       const int64_t left = entries.features - e;
-      if (e * size % 64 == 0) entries.fetch_ahead(from + e * size);
+      if (e * size % kLine == 0) ahead.turn();
       store(out + e, left > 0 ? read_vector(entries, from + e * size, left) : Float{});
     }
   }
@@ -242,11 +222,12 @@ inline void read_values(const Entries& entries, int64_t slot, int64_t count, con
 
 // As `turn_keys`, of any kind. values: scratch for f32[kStrip, features].
 inline void read_keys(const Entries& entries, int64_t slot, int64_t end, const Layout& layout,
-                      float* values, float* keys) {
-  if (entries.kind < Cached::kCodes8) return turn_keys(entries, slot, end, keys);
+                      float* values, float* keys, Ahead& ahead) {
+  if (entries.kind < Cached::kCodes8) return turn_keys(entries, slot, end, keys, ahead);
   const int64_t count = end - slot < kStrip ? end - slot : kStrip;
-  read_values(entries, slot, count, layout, values);
-  turn_keys(Entries(values, slot, layout.features), slot, slot + count, keys);
+  read_values(entries, slot, count, layout, values, ahead);
+  Ahead nothing;
+  turn_keys(Entries(values, slot, layout.features), slot, slot + count, keys, nothing);
 }
 
 // --- Seeing.
@@ -266,14 +247,11 @@ inline void see_token(const Attention& a, const AttentionTile& tile, int64_t tok
   const int64_t length = a.lengths[tile.row];
   const int32_t* positions = a.positions + tile.row * a.tokens;
   const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t slot = first + i;
-    bool visible = slot >= oldest;
-    if (slot >= length) {
-      const int64_t index = new_token(a, tile, token, slot - length);
-      visible = index >= 0 && positions[index] >= oldest;
-    }
-    seen[i] = visible ? ~0u : 0u;
+  const int64_t context = std::clamp<int64_t>(length - first, 0, count);
+  for (int64_t i = 0; i < context; ++i) seen[i] = first + i >= oldest ? ~0u : 0u;
+  for (int64_t i = context; i < count; ++i) {
+    const int64_t index = new_token(a, tile, token, first + i - length);
+    seen[i] = index >= 0 && positions[index] >= oldest ? ~0u : 0u;
   }
 }
 

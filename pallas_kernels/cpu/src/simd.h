@@ -98,6 +98,35 @@ SPECJAX_INLINE Float fma(Float a, Float b, Float c) {
 #endif
 }
 
+// a where it is larger, else b: so b where either is a NaN.
+SPECJAX_INLINE Float larger(Float a, Float b) {
+#if defined(__AVX512F__)
+  return (Float)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+SPECJAX_INLINE float largest_lane(Float v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float largest = v[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = v[lane] > largest ? v[lane] : largest;
+  return largest;
+#endif
+}
+
+SPECJAX_INLINE float sum_of_lanes(Float v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
+  return sum;
+#endif
+}
+
 // sum + the four products of the unsigned bytes of `u` with the signed bytes of `s`, lane by lane.
 SPECJAX_INLINE Int dot4(Int sum, Word u, Word s) {
 #if defined(__AVX512VNNI__)

@@ -12,13 +12,21 @@
 
 namespace specjax {
 
+// A thread's equal range of `count` numbers.
+struct Range {
+  Range(int64_t count, int64_t threads, int64_t thread)
+      : begin(count * thread / threads), end(count * (thread + 1) / threads) {}
+
+  int64_t begin, end;
+};
+
 // Numbers to be dealt out, in equal ranges of neighbours, one per thread.
 class Ranges {
  public:
   Ranges(int64_t count, int64_t threads) : ranges_(threads) {
     for (int64_t t = 0; t < threads; ++t) {
-      ranges_[t].next = count * t / threads;
-      ranges_[t].end = count * (t + 1) / threads;
+      const Range range(count, threads, t);
+      ranges_[t].next = range.begin, ranges_[t].end = range.end;
     }
   }
 
@@ -28,19 +36,30 @@ class Ranges {
   void take(int64_t thread, const Work& work) {
     const auto threads = static_cast<int64_t>(ranges_.size());
     for (int64_t t = 0; t < threads; ++t) {
-      Range& range = ranges_[(thread + t) % threads];
+      Left& range = ranges_[(thread + t) % threads];
       for (int64_t i; (i = range.next.fetch_add(1)) < range.end;) work(i);
     }
   }
 
  private:
-  struct alignas(64) Range {
+  struct alignas(64) Left {
     std::atomic<int64_t> next;
     int64_t end;
   };
 
-  std::vector<Range> ranges_;
+  std::vector<Left> ranges_;
 };
+
+inline int64_t threads_for(const xla::ffi::ThreadPool& pool, int64_t count) {
+  return std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), count));
+}
+
+// The range in which parallel_for deals out number i.
+inline Range range_of(const xla::ffi::ThreadPool& pool, int64_t count, int64_t i) {
+  const int64_t threads = threads_for(pool, count), thread = i * threads / count;
+  const Range range(count, threads, thread);
+  return i < range.end ? range : Range(count, threads, thread + 1);
+}
 
 // Calls work(i) once for every 0 <= i < count, in any order; returns when all are done.
 //
@@ -55,8 +74,8 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Work& work) {
     std::atomic<int64_t> running{0};
     std::atomic<bool> closed{false};
   };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  if (helpers <= 0) {
+  const int64_t helpers = threads_for(pool, count) - 1;
+  if (helpers == 0) {
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }

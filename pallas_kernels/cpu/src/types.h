@@ -114,6 +114,12 @@ struct AttentionStep {
   int64_t block;  // of kAttentionBlock slots
 };
 
+// What a thread reads after a step, each null where there is none: the next step; and the same
+// head's of the next block that the thread reads of all heads.
+struct AttentionAhead {
+  const AttentionStep *next, *later;
+};
+
 // Floats of a thread's scratch and of a tile's sums, for tiles of so many tokens.
 struct AttentionSizes {
   int64_t scratch, sums;
@@ -132,8 +138,8 @@ struct Kernels {
   void (*multiply_panel)(const Weight&, const Preparation&, const Prepared&, int64_t m,
                          int64_t panel, float* y);
   AttentionSizes (*attention_sizes)(const Attention&, int64_t tokens);
-  // sums: of one tile over one block of slots. next: what the thread does then, or null.
-  void (*attend_block)(const Attention&, const AttentionStep&, const AttentionStep* next,
+  // sums: of one tile over one block of slots.
+  void (*attend_block)(const Attention&, const AttentionStep&, const AttentionAhead&,
                        float* scratch, float* sums);
   void (*clear_sums)(const Attention&, int64_t tokens, float* sums);
   // Takes the sums of the next block into those of the blocks before it.

@@ -1,0 +1,333 @@
+// Attention by tile products, of queries and a cache in bfloat16.
+//
+// Scores: a tile of x is 16 slots' keys as the cache holds them, so keys are read once and never
+// turned; the queries are the right operand, and the scores come out slot by slot. Mixing: the
+// weights are the left operand, and the values of two slots side by side the right one.
+//
+// A weight is the sum of three bfloat16 (8 bits of its 24 each), which are three rows of a tile, so
+// that nothing is rounded but sums, in float32. As for vectors, zeros add nothing, and slots keep
+// the places in the products that their numbers give them: those of a tree's path are gathered.
+#pragma once
+
+#include "attention.h"
+#include "tiles.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kParts = 3;        // bfloat16 whose sum is a weight
+inline constexpr int kPairFeatures = 32;  // features of a slot that fill a vector
+inline constexpr int kMixStrip = 32;    // slots of one product of weights and values
+inline constexpr int64_t kPartStride = kAttentionBlock + kPairFeatures;  // in bfloat16
+
+inline constexpr int kTurnTurns = 2;   // turns (attention_ahead.h) that a strip's turned scores take
+inline constexpr int kPairTurn = 8;    // slots whose values are paired in one turn
+
+inline bool tiles_serve(const Attention& a) {
+  return a.queries_bfloat16 && a.cached == Cached::kBfloat16 && a.e % kPairFeatures == 0;
+}
+
+inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+
+// What tiles need besides the scratch of `Layout`, in floats from its end on.
+struct TileLayout : Layout {
+  TileLayout(const Attention& a, int64_t tokens)
+      : Layout(a, tokens),
+        token_rows(a.ancestors == nullptr ? kParts * a.group : whole_tiles(kParts * a.group)),
+        part_rows(whole_tiles(tokens * token_rows)),
+        query_columns(whole_tiles(rows)),
+        query_words(scratch),
+        strip(query_words + features / 2 * query_columns),
+        scores(strip + kStrip * features / 2),
+        parts(scores + kStrip * kLanes),
+        pairs(parts + part_rows * kPartStride / 2),
+        mixed(pairs + kAttentionBlock * kPairFeatures / 2),
+        tile_scratch(mixed + part_rows * features) {}
+
+  int64_t token_rows;  // rows of parts of a token: in a tree whole tiles, since its path is its own
+  int64_t part_rows, query_columns;
+  // queries, two features to a word [features / 2, query_columns]; a strip of keys; its scores by
+  // 16 queries [kStrip, kLanes]; parts of the weights, bfloat16[part_rows, kPartStride]; values of
+  // two slots side by side [kAttentionBlock / 2, kPairFeatures]; mixed [part_rows, features].
+  int64_t query_words, strip, scores, parts, pairs, mixed, tile_scratch;
+
+  // A step's turns to ask for memory, which come at even intervals: with the tiles of keys, the
+  // turned scores, the rows of weights, the paired values, and the tiles of weights.
+  int64_t turns(int64_t strips) const {
+    const int64_t slots = strips * kStrip, pieces = features / kPairFeatures;
+    const int64_t scores = query_columns / kLanes * (slots / kTileRows * pieces + strips * kTurnTurns);
+    const int64_t tiles = (part_rows / kTileRows + 1) / 2;
+    return scores + rows + pieces * (slots / kPairTurn + slots / kMixStrip * tiles);
+  }
+
+  int64_t part_row(const Attention& a, int64_t row) const {
+    return row / a.group * token_rows + row % a.group * kParts;
+  }
+};
+
+inline AttentionSizes attention_sizes_by_tiles(const Attention& a, int64_t tokens) {
+  if (!tiles_serve(a)) return attention_sizes(a, tokens);
+  const TileLayout layout(a, tokens);
+  return {layout.tile_scratch, layout.sums};
+}
+
+// --- Scores.
+
+inline void pair_queries(const Attention& a, const AttentionTile& tile, const TileLayout& layout,
+                         float* scratch) {
+  float* words = scratch + layout.query_words;
+  std::memset(words, 0, layout.features / 2 * layout.query_columns * sizeof(float));
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
+    const int64_t head = tile.head * a.group + row % a.group;
+    const uint16_t* query =
+        static_cast<const uint16_t*>(a.queries) + (token * a.heads + head) * a.e;
+    for (int64_t i = 0; i < a.e / 2; ++i) {
+      std::memcpy(words + i * layout.query_columns + row, query + 2 * i, sizeof(float));
+    }
+  }
+}
+
+// The scores of kStrip slots and 16 queries: [kStrip, kLanes]. keys: of the first slot.
+inline void score_strip(const uint8_t* keys, int64_t stride, const float* queries,
+                        const TileLayout& layout, float* scores, Ahead& ahead) {
+  constexpr Arithmetic kBfloat16 = Arithmetic::kBfloat16;
+  const int64_t tile = kTileRows * stride;
+  zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  for (int64_t i = 0; i < layout.features / 2; i += kTileWords, keys += kBytes) {
+    load_tile<6>(queries + i * layout.query_columns, layout.query_columns * sizeof(float));
+    load_tile<4>(keys, stride), add_product<kBfloat16, 0, 4, 6>(), ahead.turn();
+    load_tile<5>(keys + tile, stride), add_product<kBfloat16, 1, 5, 6>(), ahead.turn();
+    load_tile<4>(keys + 2 * tile, stride), add_product<kBfloat16, 2, 4, 6>(), ahead.turn();
+    load_tile<5>(keys + 3 * tile, stride), add_product<kBfloat16, 3, 5, 6>(), ahead.turn();
+  }
+  store_tile<0>(scores, kBytes);
+  store_tile<1>(scores + kTileRows * kLanes, kBytes);
+  store_tile<2>(scores + 2 * kTileRows * kLanes, kBytes);
+  store_tile<3>(scores + 3 * kTileRows * kLanes, kBytes);
+}
+
+// `count` queries' scores of a strip, times the scale, to where a query's lie side by side.
+inline void turn_scores(const float* scores, int64_t count, float scale, float* out,
+                        int64_t stride) {
+  for (int64_t slot = 0; slot < kStrip; slot += kLanes) {
+    Word words[kLanes];
+    for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(scores + (slot + i) * kLanes);
+    transpose(words);
+    for (int64_t i = 0; i < count; ++i) {
+      store(out + i * stride + slot, (Float)words[i] * splat(scale));
+    }
+  }
+}
+
+inline void score_by_tiles(const Attention& a, const Entries& entries, const Part& part,
+                           const TileLayout& layout, float* scratch, Ahead& ahead) {
+  const Span& span = part.span;
+  for (int64_t i = 0; i < span.strips; ++i) {
+    const uint8_t* keys = entries.start + span.slot(i) * entries.stride;
+    const int64_t count = span.count(i);
+    int64_t stride = entries.stride;
+    // The cache may end here; and keys far apart share few sets of the first-level cache.
+    if (count < kStrip || layout.rows > kLanes) {
+      uint8_t* strip = reinterpret_cast<uint8_t*>(scratch + layout.strip);
+      for (int64_t slot = 0; slot < count; ++slot) {
+        std::memcpy(strip + slot * entries.bytes, keys + slot * stride, entries.bytes);
+      }
+      keys = strip, stride = entries.bytes;
+    }
+    for (int64_t row = 0; row < layout.rows; row += kLanes) {
+      score_strip(keys, stride, scratch + layout.query_words + row, layout,
+                  scratch + layout.scores, ahead);
+      turn_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row), a.scale,
+                  part.weights + row * part.stride + i * kStrip, part.stride);
+      ahead.turn(kTurnTurns);
+    }
+  }
+}
+
+// --- Mixing.
+
+// One row's weights of a block to three rows of parts.
+inline void split_weights(const float* weights, int64_t count, uint16_t* parts) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Float rest = load<Float>(weights + i);
+    for (int part = 0; part < kParts; ++part) {
+      const Word high = (Word)rest & 0xFFFF0000u;
+      store(parts + part * kPartStride + i, __builtin_convertvector(high >> 16, Half));
+      rest -= (Float)high;
+    }
+  }
+}
+
+// What the values of some slots are: slot(i) the address of a block's slot number i, or null for
+// one that adds nothing.
+template <typename Slot>
+inline void pair_values(const Slot& slot, int64_t begin, int64_t end, int64_t byte, float* pairs,
+                        Ahead& ahead) {
+  const auto read = [&](int64_t i) SPECJAX_LAMBDA {
+    const uint8_t* from = slot(i);
+    if (from == nullptr) return __m512i{};
+    return _mm512_loadu_si512(from + byte);
+  };
+  for (int64_t i = begin; i < end; i += 2) {
+    const __m512i even = read(i), odd = read(i + 1);
+    store(pairs + i * kLanes, (Word)_mm512_unpacklo_epi16(even, odd));
+    store(pairs + (i + 1) * kLanes, (Word)_mm512_unpackhi_epi16(even, odd));
+    if (i % kPairTurn == 0) ahead.turn();
+  }
+}
+
+// Two tiles of parts, or one, times kPairFeatures features of slots begin … end - 1.
+template <int tiles>
+inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, int64_t end,
+                      float* mixed, int64_t stride, Ahead& ahead) {
+  constexpr Arithmetic kBfloat16 = Arithmetic::kBfloat16;
+  constexpr int64_t kPartBytes = kPartStride * sizeof(uint16_t);
+  const int64_t bytes = stride * sizeof(float);
+  float* second = mixed + kTileRows * stride;
+  if (begin == 0) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  } else {
+    load_tile<0>(mixed, bytes), load_tile<1>(mixed + kLanes, bytes);
+    if (tiles == 2) load_tile<2>(second, bytes), load_tile<3>(second + kLanes, bytes);
+  }
+  for (int64_t i = begin; i < end; i += kMixStrip) {
+    load_tile<6>(pairs + i * kLanes, 2 * kBytes);
+    load_tile<7>(pairs + (i + 1) * kLanes, 2 * kBytes);
+    load_tile<4>(parts + i, kPartBytes);
+    add_product<kBfloat16, 0, 4, 6>(), add_product<kBfloat16, 1, 4, 7>();
+    ahead.turn();
+    if (tiles == 1) continue;
+    load_tile<5>(parts + kTileRows * kPartStride + i, kPartBytes);
+    add_product<kBfloat16, 2, 5, 6>(), add_product<kBfloat16, 3, 5, 7>();
+  }
+  store_tile<0>(mixed, bytes), store_tile<1>(mixed + kLanes, bytes);
+  if (tiles == 2) store_tile<2>(second, bytes), store_tile<3>(second + kLanes, bytes);
+}
+
+// Parts' rows first … last - 1, whole tiles, over slots begin … end - 1 of the block: whole strips.
+template <typename Slot>
+inline void mix_slots(const Slot& slot, const TileLayout& layout, int64_t first, int64_t last,
+                      int64_t begin, int64_t end, float* scratch, Ahead& ahead) {
+  if (begin == end) return;
+  const uint16_t* parts = reinterpret_cast<const uint16_t*>(scratch + layout.parts);
+  float *pairs = scratch + layout.pairs, *mixed = scratch + layout.mixed;
+  for (int64_t feature = 0; feature < layout.features; feature += kPairFeatures) {
+    pair_values(slot, begin, end, feature * sizeof(uint16_t), pairs, ahead);
+    int64_t row = first;
+    for (; row + 2 * kTileRows <= last; row += 2 * kTileRows) {
+      mix_tiles<2>(parts + row * kPartStride, pairs, begin, end,
+                   mixed + row * layout.features + feature, layout.features, ahead);
+    }
+    if (row < last) {
+      mix_tiles<1>(parts + row * kPartStride, pairs, begin, end,
+                   mixed + row * layout.features + feature, layout.features, ahead);
+    }
+  }
+}
+
+// The parts of a row's sums together, and the features back in the order that pairs put them out of.
+inline void add_parts(const float* mixed, int64_t features, float* sums) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int64_t i = 0; i < features; i += kPairFeatures) {
+    Float halves[2];
+    for (int half = 0; half < 2; ++half) {
+      const float* part = mixed + i + half * kLanes;
+      halves[half] = load<Float>(part) +
+                     (load<Float>(part + features) + load<Float>(part + 2 * features));
+    }
+    const __m512 low = (__m512)halves[0], high = (__m512)halves[1];
+    store(sums + i, (Float)_mm512_permutex2var_ps(low, first, high));
+    store(sums + i + kLanes, (Float)_mm512_permutex2var_ps(low, second, high));
+  }
+}
+
+// The values that a block's weights belong to.
+struct Values {
+  // Slot number i, counted from the span's first, of one that all see who give it a weight.
+  const uint8_t* slot(int64_t i) const {
+    return i < end ? entries.start + (span.first + i) * entries.stride : nullptr;
+  }
+
+  // The same as a token of a tree counts it: past the context, the new tokens on its path.
+  const uint8_t* slot(int64_t i, int64_t token) const {
+    if (a.ancestors == nullptr || span.first + i < length) return slot(i);
+    const int64_t index = new_token(a, tile, tile.token + token, span.first + i - length);
+    return index < 0 ? nullptr : entries.start + (length + index) * entries.stride;
+  }
+
+  const Attention& a;
+  const AttentionTile& tile;
+  const Entries& entries;
+  const Span& span;
+  const int64_t length = a.lengths[tile.row];
+  const int64_t end = span.end - span.first;
+  // Up to which all tokens see the same slots, and to which any, in whole strips.
+  const int64_t all = (end + kMixStrip - 1) / kMixStrip * kMixStrip;
+  const int64_t shared =
+      a.ancestors == nullptr
+          ? all
+          : std::clamp<int64_t>((length - span.first) / kMixStrip * kMixStrip, 0, all);
+};
+
+inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* scratch,
+                         float* sums, Ahead& ahead) {
+  const Attention& a = values.a;
+  uint16_t* parts = reinterpret_cast<uint16_t*>(scratch + layout.parts);
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    split_weights(scratch + layout.weights + row * kWeightStride, values.all,
+                  parts + layout.part_row(a, row) * kPartStride);
+    ahead.turn();
+  }
+  mix_slots([&](int64_t i) SPECJAX_LAMBDA { return values.slot(i); }, layout, 0, layout.part_rows,
+            0, values.shared, scratch, ahead);
+  for (int64_t token = 0; token < layout.rows / a.group && values.shared < values.all; ++token) {
+    mix_slots([&](int64_t i) { return values.slot(i, token); }, layout, token * layout.token_rows,
+              (token + 1) * layout.token_rows, values.shared, values.all, scratch, ahead);
+  }
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    add_parts(scratch + layout.mixed + layout.part_row(a, row) * layout.features, layout.features,
+              sums + row * layout.features);
+  }
+}
+
+// A row at a time, with zeros for the values that it does not see: what is not finite reaches only
+// those who give it a weight. An infinite value makes their sum a NaN, by its product with a part
+// that is zero.
+inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layout, float* scratch,
+                                   float* sums) {
+  Ahead nothing;
+  uint16_t* parts = reinterpret_cast<uint16_t*>(scratch + layout.parts);
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const float* weights = scratch + layout.weights + row * kWeightStride;
+    split_weights(weights, values.all, parts);
+    const auto seen = [&](int64_t i) {
+      return weights[i] == 0 ? nullptr : values.slot(i, row / values.a.group);
+    };
+    mix_slots(seen, layout, 0, kTileRows, 0, values.all, scratch, nothing);
+    add_parts(scratch + layout.mixed, layout.features, sums + row * layout.features);
+  }
+}
+
+inline void attend_block_by_tiles(const Attention& a, const AttentionStep& step,
+                                  const AttentionAhead& steps, float* scratch, float* sums) {
+  if (!tiles_serve(a)) return attend_block(a, step, steps, scratch, sums);
+  const AttentionTile& tile = *step.tile;
+  const TileLayout layout(a, tile.tokens);
+  const Span span(tile, step.block);
+  const Parts parts(a, tile, span, layout, scratch);
+  const Entries keys(a, tile, a.keys), values(a, tile, a.values);
+  Ahead ahead(a, steps, layout.turns(span.strips));
+  const TileShapes shapes(kTileRows, kTileWords);
+  pair_queries(a, tile, layout, scratch);
+  score_by_tiles(a, keys, parts.context, layout, scratch, ahead);
+  score_by_tiles(a, keys, parts.fresh, layout, scratch, ahead);
+  weigh_block(a, tile, span, parts, layout, scratch, sums);
+  const Values seen{a, tile, values, span};
+  mix_by_tiles(seen, layout, scratch, sums, ahead);
+  if (!all_finite(sums, layout.rows * layout.features)) {
+    mix_by_tiles_carefully(seen, layout, scratch, sums);
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA
