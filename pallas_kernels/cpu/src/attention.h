@@ -72,7 +72,7 @@ inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, in
     Float columns[V];
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       const uint8_t* from = m + v * kLanes * Values::kSize;
-      if (kAhead && v * kLanes * Values::kSize % kLine == 0) f.ahead->turn();
+      if (kAhead && v * kLanes * Values::kSize % kLine == 0) f.ahead->ask();
       columns[v] = Values::read(from);
     }
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
@@ -283,7 +283,7 @@ inline void attend_block(const Attention& a, const AttentionStep& step,
   const Parts parts(a, tile, span, layout, scratch);
   const Entries keys(a, tile, a.keys), values(a, tile, a.values);
   const int64_t lines = (keys.bytes + kLine - 1) / kLine;
-  Ahead ahead(a, steps, 2 * span.strips * kStrip * lines);  // a turn: a line of this step
+  Ahead ahead(a, steps, 2 * span.strips * kStrip * lines);  // with each line of this step
   read_queries(a, tile, layout, scratch);
   score(keys, parts.context, layout, scratch, ahead);
   score(keys, parts.fresh, layout, scratch, ahead);

@@ -25,8 +25,8 @@ class Ahead {
  public:
   Ahead() = default;  // of nothing
 
-  // For a step that counts so many turns.
-  Ahead(const Attention& a, const AttentionAhead& steps, int64_t turns) {
+  // For a step that asks so many times.
+  Ahead(const Attention& a, const AttentionAhead& steps, int64_t times) {
     const int64_t bytes = head_bytes(a), stride = a.kv_heads * bytes;
     for (const Cache* cache : {&a.keys, &a.values}) {
       const auto block = [&](const AttentionStep& step) {
@@ -40,17 +40,16 @@ class Ahead {
       }
       if (steps.later != nullptr) {
         const AttentionStep& step = *steps.later;
-        const int64_t share = slots(step) * bytes, at_once = kLinesAtOnce * kLine;
-        add({block(step) + step.tile->head * share, at_once, (share + at_once - 1) / at_once,
-             kLinesAtOnce});
+        const int64_t share = slots(step) * bytes, row = kRowLines * kLine;
+        add({block(step) + step.tile->head * share, row, (share + row - 1) / row, kRowLines});
       }
     }
-    per_turn_ = (lines_ + turns - 1) / std::max<int64_t>(turns, 1);
+    at_once_ = (lines_ + times - 1) / std::max<int64_t>(times, 1);
   }
 
-  // Asks for what falls to so many turns.
-  SPECJAX_INLINE void turn(int64_t turns = 1) {
-    due_ += turns * per_turn_;
+  // Asks for as much as falls to so many times.
+  SPECJAX_INLINE void ask(int64_t times = 1) {
+    due_ += times * at_once_;
     while (due_ > 0 && current_ < count_) {
       Piece& piece = pieces_[current_];
       for (int64_t i = 0; i < piece.lines; ++i) __builtin_prefetch(piece.at + i * kLine, 0, 2);
@@ -66,7 +65,7 @@ class Ahead {
     int64_t stride, rows, lines;  // lines: of a row
   };
 
-  static constexpr int64_t kLinesAtOnce = 8;
+  static constexpr int64_t kRowLines = 8;  // of what lies side by side
 
   // In use of the step's block.
   static int64_t slots(const AttentionStep& step) {
@@ -80,7 +79,7 @@ class Ahead {
 
   Piece pieces_[4];
   unsigned current_ = 0, count_ = 0;
-  int64_t lines_ = 0, per_turn_ = 0, due_ = 0;
+  int64_t lines_ = 0, at_once_ = 0, due_ = 0;
 };
 
 }  // namespace specjax::SPECJAX_ISA

@@ -138,7 +138,7 @@ inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* 
     for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
       Word words[kLanes];
       const int64_t left = entries.bytes - byte;
-      ahead.turn(kLanes * kBytes / kLine);
+      ahead.ask(kLanes * kBytes / kLine);
       for (int i = 0; i < kLanes; ++i) {
         if (left >= kBytes) {
           words[i] = load<Word>(rows[i] + byte);
@@ -175,7 +175,7 @@ inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead&
   float* high = out + entries.bytes;  // of nibbles: the features' second half
   int64_t i = 0;
   for (; i + kLanes <= entries.bytes; i += kLanes) {
-    if (i % kLine == 0) ahead.turn();
+    if (i % kLine == 0) ahead.ask();
     const Word word = widen(load<Byte>(codes + i));
     store(out + i, code_values(nibbles ? word & 0xFu : word, zero, scale));
     if (nibbles) store(high + i, code_values(word >> 4, zero, scale));
@@ -214,7 +214,7 @@ inline void read_values(const Entries& entries, int64_t slot, int64_t count, con
     const uint8_t* from = entries.start + (slot + i) * entries.stride;
     for (int64_t e = 0; e < layout.features; e += kLanes) {
       const int64_t left = entries.features - e;
-      if (e * size % kLine == 0) ahead.turn();
+      if (e * size % kLine == 0) ahead.ask();
       store(out + e, left > 0 ? read_vector(entries, from + e * size, left) : Float{});
     }
   }

@@ -14,13 +14,14 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kParts = 3;        // bfloat16 whose sum is a weight
+inline constexpr int kParts = 3;          // bfloat16 whose sum is a weight
 inline constexpr int kPairFeatures = 32;  // features of a slot that fill a vector
-inline constexpr int kMixStrip = 32;    // slots of one product of weights and values
-inline constexpr int64_t kPartStride = kAttentionBlock + kPairFeatures;  // in bfloat16
+inline constexpr int kMixStrip = 32;      // slots of one product of weights and values
+inline constexpr int64_t kPartStride = kAttentionBlock + kMixStrip;  // in bfloat16
 
-inline constexpr int kTurnTurns = 2;   // turns (attention_ahead.h) that a strip's turned scores take
-inline constexpr int kPairTurn = 8;    // slots whose values are paired in one turn
+// How often memory is asked for (attention_ahead.h):
+inline constexpr int kScoreAsks = 2;  // for a strip's scores that are turned
+inline constexpr int kPairSlots = 8;  // once for so many slots whose values are paired
 
 inline bool tiles_serve(const Attention& a) {
   return a.queries_bfloat16 && a.cached == Cached::kBfloat16 && a.e % kPairFeatures == 0;
@@ -50,13 +51,14 @@ struct TileLayout : Layout {
   // two slots side by side [kAttentionBlock / 2, kPairFeatures]; mixed [part_rows, features].
   int64_t query_words, strip, scores, parts, pairs, mixed, tile_scratch;
 
-  // A step's turns to ask for memory, which come at even intervals: with the tiles of keys, the
-  // turned scores, the rows of weights, the paired values, and the tiles of weights.
-  int64_t turns(int64_t strips) const {
+  // How often a step asks for memory, at even intervals: with the tiles of keys, the turned scores,
+  // the rows of weights, the paired values, and the tiles of weights.
+  int64_t asks(int64_t strips) const {
     const int64_t slots = strips * kStrip, pieces = features / kPairFeatures;
-    const int64_t scores = query_columns / kLanes * (slots / kTileRows * pieces + strips * kTurnTurns);
-    const int64_t tiles = (part_rows / kTileRows + 1) / 2;
-    return scores + rows + pieces * (slots / kPairTurn + slots / kMixStrip * tiles);
+    const int64_t keys = slots / kTileRows * pieces, turned = strips * kScoreAsks;
+    const int64_t tiles = slots / kMixStrip * ((part_rows / kTileRows + 1) / 2);
+    return query_columns / kLanes * (keys + turned) + rows +
+           pieces * (slots / kPairSlots + tiles);
   }
 
   int64_t part_row(const Attention& a, int64_t row) const {
@@ -95,10 +97,10 @@ inline void score_strip(const uint8_t* keys, int64_t stride, const float* querie
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
   for (int64_t i = 0; i < layout.features / 2; i += kTileWords, keys += kBytes) {
     load_tile<6>(queries + i * layout.query_columns, layout.query_columns * sizeof(float));
-    load_tile<4>(keys, stride), add_product<kBfloat16, 0, 4, 6>(), ahead.turn();
-    load_tile<5>(keys + tile, stride), add_product<kBfloat16, 1, 5, 6>(), ahead.turn();
-    load_tile<4>(keys + 2 * tile, stride), add_product<kBfloat16, 2, 4, 6>(), ahead.turn();
-    load_tile<5>(keys + 3 * tile, stride), add_product<kBfloat16, 3, 5, 6>(), ahead.turn();
+    load_tile<4>(keys, stride), add_product<kBfloat16, 0, 4, 6>(), ahead.ask();
+    load_tile<5>(keys + tile, stride), add_product<kBfloat16, 1, 5, 6>(), ahead.ask();
+    load_tile<4>(keys + 2 * tile, stride), add_product<kBfloat16, 2, 4, 6>(), ahead.ask();
+    load_tile<5>(keys + 3 * tile, stride), add_product<kBfloat16, 3, 5, 6>(), ahead.ask();
   }
   store_tile<0>(scores, kBytes);
   store_tile<1>(scores + kTileRows * kLanes, kBytes);
@@ -139,7 +141,7 @@ inline void score_by_tiles(const Attention& a, const Entries& entries, const Par
                   scratch + layout.scores, ahead);
       turn_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row), a.scale,
                   part.weights + row * part.stride + i * kStrip, part.stride);
-      ahead.turn(kTurnTurns);
+      ahead.ask(kScoreAsks);
     }
   }
 }
@@ -158,8 +160,7 @@ inline void split_weights(const float* weights, int64_t count, uint16_t* parts) 
   }
 }
 
-// What the values of some slots are: slot(i) the address of a block's slot number i, or null for
-// one that adds nothing.
+// slot(i): the address of slot number i's values, or null where they add nothing.
 template <typename Slot>
 inline void pair_values(const Slot& slot, int64_t begin, int64_t end, int64_t byte, float* pairs,
                         Ahead& ahead) {
@@ -172,7 +173,7 @@ inline void pair_values(const Slot& slot, int64_t begin, int64_t end, int64_t by
     const __m512i even = read(i), odd = read(i + 1);
     store(pairs + i * kLanes, (Word)_mm512_unpacklo_epi16(even, odd));
     store(pairs + (i + 1) * kLanes, (Word)_mm512_unpackhi_epi16(even, odd));
-    if (i % kPairTurn == 0) ahead.turn();
+    if (i % kPairSlots == 0) ahead.ask();
   }
 }
 
@@ -195,7 +196,7 @@ inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, 
     load_tile<7>(pairs + (i + 1) * kLanes, 2 * kBytes);
     load_tile<4>(parts + i, kPartBytes);
     add_product<kBfloat16, 0, 4, 6>(), add_product<kBfloat16, 1, 4, 7>();
-    ahead.turn();
+    ahead.ask();
     if (tiles == 1) continue;
     load_tile<5>(parts + kTileRows * kPartStride + i, kPartBytes);
     add_product<kBfloat16, 2, 5, 6>(), add_product<kBfloat16, 3, 5, 7>();
@@ -225,7 +226,7 @@ inline void mix_slots(const Slot& slot, const TileLayout& layout, int64_t first,
   }
 }
 
-// The parts of a row's sums together, and the features back in the order that pairs put them out of.
+// Adds up the parts of a row's sums, and puts the features in order again: pairs take them by fours.
 inline void add_parts(const float* mixed, int64_t features, float* sums) {
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -277,7 +278,7 @@ inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* 
   for (int64_t row = 0; row < layout.rows; ++row) {
     split_weights(scratch + layout.weights + row * kWeightStride, values.all,
                   parts + layout.part_row(a, row) * kPartStride);
-    ahead.turn();
+    ahead.ask();
   }
   mix_slots([&](int64_t i) SPECJAX_LAMBDA { return values.slot(i); }, layout, 0, layout.part_rows,
             0, values.shared, scratch, ahead);
@@ -317,7 +318,7 @@ inline void attend_block_by_tiles(const Attention& a, const AttentionStep& step,
   const Span span(tile, step.block);
   const Parts parts(a, tile, span, layout, scratch);
   const Entries keys(a, tile, a.keys), values(a, tile, a.values);
-  Ahead ahead(a, steps, layout.turns(span.strips));
+  Ahead ahead(a, steps, layout.asks(span.strips));
   const TileShapes shapes(kTileRows, kTileWords);
   pair_queries(a, tile, layout, scratch);
   score_by_tiles(a, keys, parts.context, layout, scratch, ahead);
