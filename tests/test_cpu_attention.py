@@ -159,6 +159,14 @@ def test_agrees_with_float64(name: str, instruction_set: str) -> None:
     assert (error <= bound).all(), (error / np.maximum(bound, 1e-30)).max()
 
 
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_a_mean_of_ones_is_one(instruction_set: str) -> None:
+    """A weight keeps its 24 bits on the way to the values: sums err by 2^-21, 16 bits by 2^-17."""
+    case = make_case(1, 5, 8, 2, 64, 512, [300], cache="bfloat16")
+    ones = jnp.full_like(case["values"], 0x3F80)
+    assert np.abs(run(case, instruction_set, values=ones) - 1).max() <= 2.0**-20
+
+
 @pytest.mark.parametrize("name", ["llama-1b", "tree-window"])
 def test_the_door_takes_it(name: str) -> None:
     case = dict(CASES[name])
