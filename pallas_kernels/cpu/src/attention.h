@@ -282,8 +282,7 @@ inline void attend_block(const Attention& a, const AttentionStep& step,
   const Span span(tile, step.block);
   const Parts parts(a, tile, span, layout, scratch);
   const Entries keys(a, tile, a.keys), values(a, tile, a.values);
-  const int64_t lines = (keys.bytes + kLine - 1) / kLine;
-  Ahead ahead(a, steps, 2 * span.strips * kStrip * lines);  // with each line of this step
+  Ahead ahead(a, steps, 2 * span.strips * kStrip * head_lines(a));  // with each line of this step
   read_queries(a, tile, layout, scratch);
   score(keys, parts.context, layout, scratch, ahead);
   score(keys, parts.fresh, layout, scratch, ahead);
@@ -327,8 +326,7 @@ inline void add_block(const Attention& a, int64_t tokens, const float* next, flo
 inline void write_result(const Attention& a, const AttentionTile& tile, const float* sums) {
   const Layout layout(a, tile.tokens);
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
-    float* out = a.out + (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+    float* out = a.out + query_offset(a, tile, row);
     const float* mixed = sums + row * layout.features;
     const float total = sums[layout.totals + row];
     // A sum that is zero has the sign of what was not seen: + 0 takes it away.

@@ -20,6 +20,8 @@ inline int64_t head_bytes(const Attention& a) {
                                          : a.e / 2;
 }
 
+inline int64_t head_lines(const Attention& a) { return (head_bytes(a) + kLine - 1) / kLine; }
+
 // Lines of memory, asked for a few at a time: memory that is asked for in bursts waits for itself.
 class Ahead {
  public:
@@ -35,8 +37,7 @@ class Ahead {
       };
       if (steps.next != nullptr) {
         const AttentionStep& step = *steps.next;
-        add({block(step) + step.tile->head * bytes, stride, slots(step),
-             (bytes + kLine - 1) / kLine});
+        add({block(step) + step.tile->head * bytes, stride, slots(step), head_lines(a)});
       }
       if (steps.later != nullptr) {
         const AttentionStep& step = *steps.later;

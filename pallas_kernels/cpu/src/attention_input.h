@@ -107,12 +107,17 @@ struct Bfloat16s {
   }
 };
 
+// Where the query of a tile's row begins in the queries, and its result in the output.
+inline int64_t query_offset(const Attention& a, const AttentionTile& tile, int64_t row) {
+  const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
+  return (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+}
+
 // The tile's queries times the scale of the scores: f32[rows, features].
 inline void read_queries(const Attention& a, const AttentionTile& tile, const Layout& layout,
                          float* queries) {
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
-    const int64_t index = (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+    const int64_t index = query_offset(a, tile, row);
     float* out = queries + row * layout.features;
     if (a.queries_bfloat16) {
       const uint16_t* bits = static_cast<const uint16_t*>(a.queries) + index;

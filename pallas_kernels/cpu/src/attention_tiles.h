@@ -79,10 +79,8 @@ inline void pair_queries(const Attention& a, const AttentionTile& tile, const Ti
   float* words = scratch + layout.query_words;
   std::memset(words, 0, layout.features / 2 * layout.query_columns * sizeof(float));
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
-    const int64_t head = tile.head * a.group + row % a.group;
     const uint16_t* query =
-        static_cast<const uint16_t*>(a.queries) + (token * a.heads + head) * a.e;
+        static_cast<const uint16_t*>(a.queries) + query_offset(a, tile, row);
     for (int64_t i = 0; i < a.e / 2; ++i) {
       std::memcpy(words + i * layout.query_columns + row, query + 2 * i, sizeof(float));
     }
