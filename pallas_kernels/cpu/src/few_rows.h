@@ -114,7 +114,7 @@ inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) 
     Float sums[R] = {};
     FewRows<A, kind, R>(p, n).multiply(sums);
     const int64_t outputs = p.w.n - n < kLanes ? p.w.n - n : kLanes;
-    for (int r = 0; r < R; ++r) std::memcpy(y + r * p.w.n + n, sums + r, outputs * sizeof(float));
+    for (int r = 0; r < R; ++r) store_some(y + r * p.w.n + n, sums[r], outputs);
   }
 }
 

@@ -14,6 +14,14 @@ SPECJAX_INLINE V load_some(const void* p, int64_t count) {
   return v;
 }
 
+// The first `count` of kLanes values. Nearly always that is all of them, and a call of memcpy costs as
+// much as several vectors.
+template <typename V>
+SPECJAX_INLINE void store_some(void* p, V v, int64_t count) {
+  if (count >= kLanes) return store(p, v);
+  std::memcpy(p, &v, count * (sizeof(V) / kLanes));
+}
+
 // float16 bits to float32: the exponent's bias differs by 112, and a product with 2^112 makes
 // subnormals normal too; above are inf and NaN.
 inline Word half_values(Word bits) {

@@ -68,7 +68,7 @@ inline void write_portion(const Product& p, int64_t m, int64_t column, int64_t p
   for (int64_t r = 0; r < p.how.portion && portion * p.how.portion + r < m; ++r) {
     float* to = y + (portion * p.how.portion + r) * p.w.n + column;
     const Float total = kTotals == 1 ? totals[0][r] : totals[0][r] + totals[kTotals - 1][r];
-    std::memcpy(to, &total, outputs * sizeof(float));
+    store_some(to, total, outputs);
   }
 }
 
