@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -15,7 +16,12 @@ import pytest
 
 from pallas_kernels import cpu
 from pallas_kernels.attention import attention as any_attention
-from pallas_kernels.cache_entries import move_entries, quantize_entries
+from pallas_kernels.cache_entries import (
+    QuantizedEntries,
+    dequantize_entries,
+    move_entries,
+    quantize_entries,
+)
 from pallas_kernels.cpu.native import instruction_sets
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
@@ -39,8 +45,9 @@ def make_case(
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(b, t, h, e)) * 2, jnp.float32)
     keys, values = (jnp.asarray(rng.normal(size=(b, s, k, e)), jnp.float32) for _ in range(2))
-    if cache == "bfloat16":
+    if cache != "float32":
         q = q.astype(jnp.bfloat16)
+    if cache == "bfloat16":
         keys, values = (
             jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (keys, values)
         )
@@ -78,13 +85,16 @@ def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.nd
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The result in float64, and a bound on the error of float32.
 
-    A score is a sum of E products, each of relative error under (E + 2) · 2^-24; an error of d in
-    all scores changes a weighted mean by at most 2 d · max |v|. The mean itself adds the error of
-    its sums, under (S + few) · 2^-24 · max |v| in the worst order; 16 stands for it and for exp2,
-    because sums are short (a block, then blocks).
+    A score is a sum of E products, each of relative error under (E + 3) · 2^-24, where a key may be
+    a code times its scale; an error of d in all scores changes a weighted mean by at most
+    2 d · max |v|. The mean itself adds the error of its sums, under (S + few) · 2^-24 · max |v| in
+    the worst order; 16 stands for it and for exp2, because sums are short (a block, then blocks).
     """
 
-    def wide(x: jax.Array) -> np.ndarray:
+    def wide(x: jax.Array | QuantizedEntries) -> np.ndarray:
+        if isinstance(x, QuantizedEntries):
+            integers = dequantize_entries(dataclasses.replace(x, scales=jnp.ones_like(x.scales)))
+            return np.asarray(integers, np.float64) * np.asarray(x.scales)[..., None]
         if x.dtype == jnp.uint16:
             x = jax.lax.bitcast_convert_type(x, jnp.bfloat16)
         return np.asarray(x, np.float64)
@@ -106,7 +116,7 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 out[row, token, head] = weights @ v[slots]
-                score_error = (e + 2) * np.abs(products).sum(-1).max()
+                score_error = (e + 3) * np.abs(products).sum(-1).max()
                 bound[row, token, head] = (
                     (2 * score_error + 16 + min(len(slots), BLOCK))
                     * 2.0**-24
@@ -147,6 +157,12 @@ CASES = {
     "wide-head": make_case(1, 2, 2, 1, 256, 384, [300], cache="bfloat16"),
     "prefill": make_case(1, 70, 4, 1, 64, 384, [0], cache="bfloat16"),
     "many-heads": make_case(1, 2, 70, 1, 16, 256, [200]),
+    "codes-8": make_case(2, 3, 8, 2, 64, 384, [300, 7], cache="8 bits"),
+    "codes-4": make_case(2, 9, 4, 2, 128, 640, [600, 40], cache="4 bits", window=100),
+    "codes-8-tree": make_case(2, 21, 14, 2, 96, 512, [250, 100], mask="tree", cache="8 bits"),
+    "codes-4-tree": make_case(3, 13, 6, 3, 64, 640, [251, 511, 0], mask="tree", cache="4 bits"),
+    "codes-4-narrow": make_case(2, 5, 4, 2, 32, 512, [0, 255], cache="4 bits"),
+    "codes-prefill": make_case(1, 70, 4, 1, 64, 384, [0], cache="4 bits"),
     "many-heads-16": make_case(1, 2, 70, 1, 96, 256, [200], cache="bfloat16", window=150),
 }
 
@@ -160,10 +176,14 @@ def test_agrees_with_float64(name: str, instruction_set: str) -> None:
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_a_mean_of_ones_is_one(instruction_set: str) -> None:
+@pytest.mark.parametrize("cache", CACHES[1:])
+def test_a_mean_of_ones_is_one(cache: str, instruction_set: str) -> None:
     """A weight keeps its 24 bits on the way to the values: sums err by 2^-21, 16 bits by 2^-17."""
-    case = make_case(1, 5, 8, 2, 64, 512, [300], cache="bfloat16")
-    ones = jnp.full_like(case["values"], 0x3F80)
+    case = make_case(1, 5, 8, 2, 64, 512, [300], cache=cache)
+    if cache == "bfloat16":
+        ones: Any = jnp.full_like(case["values"], 0x3F80)
+    else:
+        ones = quantize_entries(jnp.ones(case["values"].shape), case["values"].bits)
     assert np.abs(run(case, instruction_set, values=ones) - 1).max() <= 2.0**-20
 
 
@@ -183,7 +203,10 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize(("cache", "e"), [("float32", 40), ("bfloat16", 40), ("bfloat16", 64)])
+@pytest.mark.parametrize(
+    ("cache", "e"),
+    [("float32", 40), ("bfloat16", 40), ("bfloat16", 64), ("8 bits", 64), ("4 bits", 64)],
+)
 @pytest.mark.parametrize("window", [None, 70])
 def test_rows_tokens_and_capacity(
     cache: str, e: int, window: int | None, instruction_set: str
@@ -193,15 +216,18 @@ def test_rows_tokens_and_capacity(
     whole = run(case, instruction_set)
     for row, slots in enumerate((128, 256, 896, 384)):
         for t in (1, 2, 5, 16, 19):
-            part = {name: case[name][row : row + 1, :t] for name in ("queries", "positions")} | {
-                name: case[name][row : row + 1, :slots] for name in ("keys", "values")
-            }
+            part = {name: case[name][row : row + 1, :t] for name in ("queries", "positions")}
+            for name in ("keys", "values"):
+                part[name] = jax.tree.map(lambda x: x[row : row + 1, :slots], case[name])  # noqa: B023
             alone = run(case, instruction_set, lengths=case["lengths"][row : row + 1], **part)
             same_bits(alone[0], whole[row, :t])
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize(("cache", "e"), [("bfloat16", 64), ("bfloat16", 20), ("float32", 32)])
+@pytest.mark.parametrize(
+    ("cache", "e"),
+    [("bfloat16", 64), ("bfloat16", 20), ("float32", 32), ("8 bits", 32), ("4 bits", 64)],
+)
 def test_tokens_in_pieces(cache: str, e: int, instruction_set: str) -> None:
     """A prefill in one call, in pieces and token by token, over the edges of blocks."""
     case = make_case(1, 300, 4, 2, e, 640, [230], cache=cache)
@@ -228,7 +254,11 @@ def test_a_window_that_holds_all_is_none() -> None:
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize(
     ("cache", "h", "e"),
-    [*((cache, 4, 24) for cache in CACHES), ("bfloat16", 4, 64), ("bfloat16", 14, 32)],
+    [
+        *((cache, 4, 24) for cache in CACHES),
+        *((cache, 4, 64) for cache in CACHES[1:]),
+        ("bfloat16", 14, 32),
+    ],
 )
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_trees_path_is_its_chain(
@@ -271,19 +301,30 @@ def test_the_number_of_threads_changes_nothing(threads: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize(("cache", "e"), [("float32", 24), ("bfloat16", 24), ("bfloat16", 64)])
+@pytest.mark.parametrize(
+    ("cache", "e"),
+    [("float32", 24), ("bfloat16", 24), ("bfloat16", 64), ("8 bits", 64), ("4 bits", 64)],
+)
 @pytest.mark.parametrize("mask", [None, "chain"])
 def test_nothing_leaks_from_what_is_not_seen(
     mask: str | None, cache: str, e: int, instruction_set: str
 ) -> None:
     case = make_case(2, 3, 4, 2, e, 384, [250, 60], cache=cache, mask=mask)
     clean = run(case, instruction_set)
-    bad = 0x7FC0 if cache == "bfloat16" else jnp.nan
-    unused = {
-        name: case[name].at[0, 253:].set(bad).at[1, 63:].set(bad) for name in ("keys", "values")
-    }
+
+    def spoil(name: str, *where: Any) -> Any:
+        """With NaN there, which of codes only the scales can be."""
+        entries = case[name]
+        codes = isinstance(entries, QuantizedEntries)
+        part = entries.scales if codes else entries
+        for at in where:
+            part = part.at[at].set(0x7FC0 if cache == "bfloat16" else jnp.nan)
+        return dataclasses.replace(entries, scales=part) if codes else part
+
+    beyond = np.s_[0, 253:], np.s_[1, 63:]
+    unused = {name: spoil(name, *beyond) for name in ("keys", "values")}
     same_bits(run(case, instruction_set, **unused), clean)
-    last = {name: case[name].at[0, 252].set(bad) for name in ("keys", "values")}  # the last token
+    last = {name: spoil(name, np.s_[0, 252]) for name in ("keys", "values")}  # the last token
     dirty = run(case, instruction_set, **last)
     same_bits(dirty[0, :2], clean[0, :2])
     same_bits(dirty[1], clean[1])

@@ -198,7 +198,7 @@ inline void score(const Entries& entries, const Part& part, const Layout& layout
   float* keys = scratch + layout.keys;
   std::memset(part.weights, 0, layout.rows * part.stride * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
-    read_keys(entries, span.slot(i), span.end, layout, scratch + layout.values, keys, ahead);
+    read_keys(entries, span.slot(i), span.end, keys, ahead);
     const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
     add_product<Floats>(factors, layout.rows, kStrip, part.weights + i * kStrip, part.stride);
   }

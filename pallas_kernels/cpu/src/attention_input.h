@@ -54,15 +54,6 @@ struct Entries {
     scales = cache.scales + first, zeros = cache.zeros + first;
   }
 
-  // Decoded ones, f32[slots, features], of which the first is slot `slot`.
-  Entries(const float* values, int64_t slot, int64_t features)
-      : kind(Cached::kFloat32),
-        features(features),
-        bytes(features * sizeof(float)),
-        stride(bytes),
-        heads(1),
-        start(reinterpret_cast<const uint8_t*>(values) - slot * stride) {}
-
   Cached kind;
   int64_t features, bytes, stride, heads;
   const uint8_t* start;
@@ -129,65 +120,100 @@ inline void read_queries(const Attention& a, const AttentionTile& tile, const La
   }
 }
 
-// kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any that can
-// be read. Of float32 or bfloat16.
-inline void turn_keys(const Entries& entries, int64_t slot, int64_t end, float* keys,
-                      Ahead& ahead) {
-  const bool bfloat16 = entries.kind == Cached::kBfloat16;
-  for (int64_t first = 0; first < kStrip; first += kLanes) {
-    const uint8_t* rows[kLanes];
+// Words of kLanes slots from `slot` on, turned: put(number of the word in a slot, word of every
+// slot). Slots from `end` on are any that can be read.
+template <typename Put>
+SPECJAX_INLINE void turn_words(const Entries& entries, int64_t slot, int64_t end, Ahead& ahead,
+                               const Put& put) {
+  const uint8_t* rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    rows[i] = entries.start + (slot + i < end ? slot + i : end - 1) * entries.stride;
+  }
+  for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
+    Word words[kLanes];
+    const int64_t left = entries.bytes - byte;
+    ahead.ask(kLanes * kBytes / kLine);
     for (int i = 0; i < kLanes; ++i) {
-      const int64_t each = slot + first + i;
-      rows[i] = entries.start + (each < end ? each : end - 1) * entries.stride;
-    }
-    for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
-      Word words[kLanes];
-      const int64_t left = entries.bytes - byte;
-      ahead.ask(kLanes * kBytes / kLine);
-      for (int i = 0; i < kLanes; ++i) {
-        if (left >= kBytes) {
-          words[i] = load<Word>(rows[i] + byte);
-        } else {
-          words[i] = Word{};
-          std::memcpy(&words[i], rows[i] + byte, left);
-        }
-      }
-      transpose(words);
-      float* out = keys + first + byte / (bfloat16 ? 2 : 4) * kStrip;
-      for (int i = 0; i < kLanes; ++i) {
-        if (bfloat16) {
-          store(out + 2 * i * kStrip, words[i] << 16);
-          store(out + (2 * i + 1) * kStrip, words[i] & 0xFFFF0000u);
-        } else {
-          store(out + i * kStrip, words[i]);
-        }
+      if (left >= kBytes) {
+        words[i] = load<Word>(rows[i] + byte);
+      } else {
+        words[i] = Word{};
+        std::memcpy(&words[i], rows[i] + byte, left);
       }
     }
+    transpose(words);
+    for (int64_t i = 0; i < kLanes && 4 * i < left; ++i) put(byte / 4 + i, words[i]);
   }
 }
 
-// Codes of kLanes features as values.
-SPECJAX_INLINE Float code_values(Word codes, int zero, float scale) {
-  return to_float((Int)codes - zero) * splat(scale);
+// Codes as values.
+SPECJAX_INLINE Float code_values(Word codes, Int zeros, Float scales) {
+  return to_float((Int)codes - zeros) * scales;
+}
+
+// kLanes slots' codes, turned: f32[features, kStrip].
+inline void turn_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
+                       Ahead& ahead) {
+  const bool nibbles = entries.kind == Cached::kCodes4;
+  Int zeros;
+  Float scales;
+  for (int i = 0; i < kLanes; ++i) {
+    const int64_t at = (slot + i < end ? slot + i : end - 1) * entries.heads;
+    zeros[i] = entries.zeros[at], scales[i] = entries.scales[at];
+  }
+  float* high = keys + entries.bytes * kStrip;  // of nibbles: the features' second half
+  const auto put_byte = [&](int64_t byte, Word codes) SPECJAX_LAMBDA {
+    const Word low = codes & (nibbles ? 0xFu : 0xFFu);
+    store(keys + byte * kStrip, code_values(low, zeros, scales));
+    if (nibbles) store(high + byte * kStrip, code_values(codes >> 4 & 0xFu, zeros, scales));
+  };
+  turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+    const int64_t left = entries.bytes - 4 * n;
+    put_byte(4 * n, word);
+    if (left > 1) put_byte(4 * n + 1, word >> 8);
+    if (left > 2) put_byte(4 * n + 2, word >> 16);
+    if (left > 3) put_byte(4 * n + 3, word >> 24);
+  });
+}
+
+// kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any.
+inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* keys,
+                      Ahead& ahead) {
+  for (int64_t stop = slot + kStrip; slot < stop; slot += kLanes, keys += kLanes) {
+    if (entries.kind >= Cached::kCodes8) {
+      turn_codes(entries, slot, end, keys, ahead);
+    } else if (entries.kind == Cached::kFloat32) {
+      turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+        store(keys + n * kStrip, word);
+      });
+    } else {
+      turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+        store(keys + 2 * n * kStrip, word << 16);
+        store(keys + (2 * n + 1) * kStrip, word & 0xFFFF0000u);
+      });
+    }
+  }
 }
 
 // One slot's codes: f32[features].
 inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead& ahead) {
   const uint8_t* codes = entries.start + slot * entries.stride;
-  const float scale = entries.scales[slot * entries.heads];
+  const float one_scale = entries.scales[slot * entries.heads];
   const int zero = entries.zeros[slot * entries.heads];
+  const Float scale = splat(one_scale);
+  const Int zeros = Int{} + zero;
   const bool nibbles = entries.kind == Cached::kCodes4;
   float* high = out + entries.bytes;  // of nibbles: the features' second half
   int64_t i = 0;
   for (; i + kLanes <= entries.bytes; i += kLanes) {
     if (i % kLine == 0) ahead.ask();
     const Word word = widen(load<Byte>(codes + i));
-    store(out + i, code_values(nibbles ? word & 0xFu : word, zero, scale));
-    if (nibbles) store(high + i, code_values(word >> 4, zero, scale));
+    store(out + i, code_values(nibbles ? word & 0xFu : word, zeros, scale));
+    if (nibbles) store(high + i, code_values(word >> 4, zeros, scale));
   }
   for (; i < entries.bytes; ++i) {
-    out[i] = static_cast<float>((nibbles ? codes[i] & 0xF : codes[i]) - zero) * scale;
-    if (nibbles) high[i] = static_cast<float>((codes[i] >> 4) - zero) * scale;
+    out[i] = static_cast<float>((nibbles ? codes[i] & 0xF : codes[i]) - zero) * one_scale;
+    if (nibbles) high[i] = static_cast<float>((codes[i] >> 4) - zero) * one_scale;
   }
 }
 
@@ -223,16 +249,6 @@ inline void read_values(const Entries& entries, int64_t slot, int64_t count, con
       store(out + e, left > 0 ? read_vector(entries, from + e * size, left) : Float{});
     }
   }
-}
-
-// As `turn_keys`, of any kind. values: scratch for f32[kStrip, features].
-inline void read_keys(const Entries& entries, int64_t slot, int64_t end, const Layout& layout,
-                      float* values, float* keys, Ahead& ahead) {
-  if (entries.kind < Cached::kCodes8) return turn_keys(entries, slot, end, keys, ahead);
-  const int64_t count = end - slot < kStrip ? end - slot : kStrip;
-  read_values(entries, slot, count, layout, values, ahead);
-  Ahead nothing;
-  turn_keys(Entries(values, slot, layout.features), slot, slot + count, keys, nothing);
 }
 
 // --- Seeing.

@@ -19,8 +19,8 @@ extern const Kernels kernels;
 #if defined(__AMX_INT8__)
 constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation_for_tiles, prepare_row,
                              multiply_panel_by_tiles, attention_sizes_by_tiles,
-                             attend_block_by_tiles, clear_sums, add_block, write_result, read_only,
-                             multiply_only_by_tiles, kProbeCalls * kProbeOperations};
+                             attend_block_where_tiles_serve, clear_sums, add_block, write_result,
+                             read_only, multiply_only_by_tiles, kProbeCalls * kProbeOperations};
 #else
 constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
                              multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
