@@ -4,7 +4,8 @@ Llama-3.2-1B's shape with random weights. A step is one forward pass for `new_to
 (1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention"
 are the same calls with the same operands, alone.
 
-    python -m benchmarks.decode_step --json OUT [--batch 1 8] [--context 128 2048] [--peers PYTHON]
+    python -m benchmarks.decode_step --json OUT [--batch 1 8] [--context 128 2048]
+        [--cache-bits 16] [--peers PYTHON]
 
 `--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
 `benchmarks/peers/` says; each case is then measured with them too, right after ours.
@@ -136,10 +137,10 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measure(
-    params: Params, batch: int, context: int, new_tokens: int, activation: str
+    params: Params, batch: int, context: int, cache_bits: int, new_tokens: int, activation: str
 ) -> dict[str, Any]:
     """One line of the table."""
-    cache = KVCache.create(CONFIG, batch, context + new_tokens)
+    cache = KVCache.create(CONFIG, batch, context + new_tokens, cache_bits)
     cache = cache.with_lengths(jnp.full(batch, context, jnp.int32))
     parts = {
         "matmuls": seconds(lambda: matmuls(params, rows=batch * new_tokens, activation=activation)),
@@ -154,9 +155,9 @@ def measure(
     step = seconds(run)
     return {
         "engine": "specjax", "head": type(params.head.weight).__name__, "activation": activation,
-        "batch": batch, "context": context, "new_tokens": new_tokens, "step_ms": 1e3 * step,
-        "matmuls_ms": 1e3 * parts["matmuls"], "attention_ms": 1e3 * parts["attention"],
-        "rest_ms": 1e3 * (step - sum(parts.values())),
+        "batch": batch, "context": context, "cache_bits": cache_bits, "new_tokens": new_tokens,
+        "step_ms": 1e3 * step, "matmuls_ms": 1e3 * parts["matmuls"],
+        "attention_ms": 1e3 * parts["attention"], "rest_ms": 1e3 * (step - sum(parts.values())),
         "tokens_per_second": batch * new_tokens / step,
     }  # fmt: skip
 
@@ -190,6 +191,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
+    parser.add_argument("--cache-bits", nargs="+", type=int, default=[16])
     parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
     parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
@@ -198,8 +200,9 @@ def main() -> None:
     lines = []
     for batch, context in itertools.product(options.batch, options.context):
         case = [
-            measure(params, batch, context, new_tokens, activation)
+            measure(params, batch, context, cache_bits, new_tokens, activation)
             for params in models
+            for cache_bits in options.cache_bits
             for new_tokens in options.new_tokens
             for activation in ("a16", "a8")
         ]
