@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +20,7 @@ from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
     Quantized,
+    Weight,
     dequantize,
     take_rows,
 )
@@ -98,17 +99,28 @@ def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
         weight = random_weights(n, k)[name]
         if isinstance(weight, Int4Weight) and weight.outliers is not None:
             continue  # the door takes them apart: below
-        changed = interleave(weight)
-        for activation in ("a16", "a8", "a4") if isinstance(weight, Quantized) else ("a16",):
-            for dtype in ("bfloat16", "float32"):
-                x = random_rows(m, k, dtype)
-                one, other = (
-                    cpu.matmul(
-                        x, (each,), activation=activation, instruction_set=instruction_set
-                    )[0]
-                    for each in (weight, changed)
-                )  # fmt: skip
-                np.testing.assert_array_equal(one, other)
+        rows = [random_rows(m, k, dtype) for dtype in ("bfloat16", "float32")]
+        activations = ("a16", "a8", "a4") if isinstance(weight, Quantized) else ("a16",)
+        one, other = _products((weight, interleave(weight)), rows, activations, instruction_set)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _products(
+    weights: tuple[Weight, ...],
+    rows: list[jax.Array],
+    activations: tuple[str, ...],
+    instruction_set: str,
+) -> list[list[jax.Array]]:
+    """Every weight's products with all rows: one program, since most of the time is compiling."""
+    return [
+        [
+            cpu.matmul(x, (weight,), activation=activation, instruction_set=instruction_set)[0]
+            for x in rows
+            for activation in activations
+        ]
+        for weight in weights
+    ]
 
 
 @formats
