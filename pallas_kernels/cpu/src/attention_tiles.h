@@ -83,8 +83,7 @@ inline void pair_queries(const Attention& a, const AttentionTile& tile, const Ti
   float* words = scratch + layout.query_words;
   std::memset(words, 0, layout.features / 2 * layout.query_columns * sizeof(float));
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const uint16_t* query =
-        static_cast<const uint16_t*>(a.queries) + query_offset(a, tile, row);
+    const uint16_t* query = static_cast<const uint16_t*>(a.queries) + query_offset(a, tile, row);
     for (int64_t i = 0; i < a.e / 2; ++i) {
       std::memcpy(words + i * layout.query_columns + row, query + 2 * i, sizeof(float));
     }
@@ -269,7 +268,8 @@ struct Values {
   // The scales of slots number first … last - 1 as a token counts them.
   template <Cached kind>
   void read_scales(int64_t first, int64_t last, int64_t token, float* scales) const {
-    for (int64_t i = first; i < last && kind != Cached::kBfloat16; ++i) {
+    if constexpr (kind == Cached::kBfloat16) return;  // which has none
+    for (int64_t i = first; i < last; ++i) {
       const int64_t at = slot(i, token);
       scales[i] = at < 0 ? 0 : slot_scale<kind>(entries, at);
     }
