@@ -85,8 +85,8 @@ def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.nd
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The result in float64, and a bound on the error of float32.
 
-    A score is a sum of E products, each of relative error under (E + 3) · 2^-24, where a key may be
-    a code times its scale; an error of d in all scores changes a weighted mean by at most
+    A score is a sum of E products, each of relative error under (E + 2) · 2^-24, or one more where
+    a key is a code times its scale; an error of d in all scores changes a weighted mean by at most
     2 d · max |v|. The mean itself adds the error of its sums, under (S + few) · 2^-24 · max |v| in
     the worst order; 16 stands for it and for exp2, because sums are short (a block, then blocks).
     """
@@ -101,7 +101,7 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
     q, keys, values = wide(case["queries"]), wide(case["keys"]), wide(case["values"])
     b, t, h, e = q.shape
-    group = h // keys.shape[2]
+    group, coded = h // keys.shape[2], isinstance(case["keys"], QuantizedEntries)
     out, bound = np.zeros_like(q), np.zeros_like(q)
     for row in range(b):
         seen = visible(case, row, keys.shape[1])
@@ -116,7 +116,7 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 out[row, token, head] = weights @ v[slots]
-                score_error = (e + 3) * np.abs(products).sum(-1).max()
+                score_error = (e + 2 + coded) * np.abs(products).sum(-1).max()
                 bound[row, token, head] = (
                     (2 * score_error + 16 + min(len(slots), BLOCK))
                     * 2.0**-24
