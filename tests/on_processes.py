@@ -12,6 +12,7 @@ import sys
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import specjax
 from specjax.parallel import mesh, shard
@@ -39,7 +40,7 @@ def main(port: str, process: int) -> None:
             for expected, found in zip(one, all_devices, strict=True):
                 np.testing.assert_array_equal(found.tokens, expected.tokens)
             report(decode_many=[data, tensor])
-    specjax.decode(params, PROMPTS, max_new_tokens=NEW)
+    multihost_utils.sync_global_devices("both have reported")
     if process == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:  # until it is noticed that the other process is gone
