@@ -47,10 +47,13 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   }
 }
 
+// Rows of x that vectors multiply by 4-bit codes faster than tiles do.
+inline constexpr int64_t kFewerThanTiles = 4;
+
 inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
   Preparation how = preparation(w, x, levels);
   const bool integers = how.arithmetic == Arithmetic::kInteger;
-  const bool few = integers && w.nibbles() && are_few(w, x.m);
+  const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
   if (few || how.arithmetic == Arithmetic::kFloat32) return how;
   if (w.zeros == nullptr) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);

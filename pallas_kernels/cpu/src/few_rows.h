@@ -6,15 +6,31 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// As many as registers hold the sums of: of nibbles, those of both runs at once.
+// Sums under way at once, as many as registers hold beside what is multiplied.
 #if defined(__AVX512BW__) || defined(__aarch64__)
-constexpr int few_rows(Kind kind) { return kind <= Kind::kMxfp4 ? 4 : 8; }
+inline constexpr int kFewSums = 16;
 #else
-constexpr int few_rows(Kind kind) { return kind <= Kind::kMxfp4 ? 2 : 4; }
+inline constexpr int kFewSums = 8;
 #endif
 
+// Whether one instruction multiplies bytes; where several do, they need registers too.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__aarch64__)
+inline constexpr bool kHasDot4 = true;
+#else
+inline constexpr bool kHasDot4 = false;
+#endif
+
+template <Arithmetic A>
+constexpr int few_rows(Kind kind) {
+  const bool crowded = A == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;
+  return kFewSums / (crowded ? 4 : 2);
+}
+
 // Whether m rows of x are multiplied so.
-inline bool are_few(const Weight& w, int64_t m) { return w.interleaved && m <= few_rows(w.kind); }
+template <Arithmetic A>
+inline bool are_few(const Weight& w, int64_t m) {
+  return w.interleaved && m <= few_rows<A>(w.kind);
+}
 
 // Bytes that are asked for before they are read: the hardware alone stops at the end of every page.
 inline constexpr int64_t kAhead = 1 << 14;
@@ -50,37 +66,54 @@ class FewRows {
   static constexpr int64_t kWordBytes = 4;
   static constexpr int kChains = Sums<A>::kChains;
   static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTile;
-  static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same words
+  // Runs that lie in the same words are summed together, if there are registers for both.
+  static constexpr bool kSameWords = kind <= Kind::kMxfp4;
+  static constexpr int kRuns = kSameWords && 2 * R * kChains <= kFewSums ? 2 : 1;
   static constexpr int kSteps = kRun<A> / kSmallestGroup;
-  static constexpr int kStepWords = chunk_bytes<A>(kind) * kRuns / 2 / kSteps / kWordBytes;
+  static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
+  static constexpr int kStepWords = kRunBytes / kSteps / (kTile * kWordBytes);
 
-  // In steps of the smallest group: it is known where in a step a word is, and that it ends there.
+  // Segments end in one order, however many rows there are: of runs that share words by turns.
   SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
-    const int64_t stride = p_.how.inputs / kPerWord<A>, segment = p_.segment<A>();
-    for (int first = 0; first < 2; first += kRuns) {
-      int64_t starts[kRuns];
-      const uint32_t* x[kRuns];
-      SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-        starts[run] = run_start<A>(p_.w, chunk, first + run);
-        x[run] = p_.words<A>(0, starts[run]);
+    if constexpr (kRuns == 2) {
+      add_runs<0>(chunk, from, 0, kSteps, y);
+    } else {
+      const int64_t length = kSameWords ? p_.segment<A>() / kSmallestGroup : kSteps;
+      for (int64_t step = 0; step < kSteps; step += length) {
+        add_runs<0>(chunk, from, step, step + length, y);
+        add_runs<1>(chunk, kSameWords ? from : from + kRunBytes, step, step + length, y);
       }
-      Vector sums[kRuns][R][kChains] = {};
-      const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
-        SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-          Vector& sum = sums[run][r][word & (kChains - 1)];
-          sum = Sums<A>::add(sum, value, splat(x[run][r * stride + word]));
-        }
-      };
-      for (int step = 0; step < kSteps; ++step) {
-        SPECJAX_UNROLL for (int i = 0; i < kStepWords; ++i, from += kTile * kWordBytes) {
-          __builtin_prefetch(from + kAhead);
-          decoder_.decode(0, step * kStepWords + i, load<Word>(from + lane_), add);
-        }
-        const int64_t end = (step + 1) * kSmallestGroup;
-        if ((end & (segment - 1)) != 0) continue;
-        SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-          end_segment(starts[run] + end - segment, sums[run], y);
-        }
+    }
+  }
+
+  // Of runs first … first + kRuns - 1 the steps begin … last - 1. A step is of the smallest group: it
+  // is known where in it a word is, and that it ends there.
+  template <int first>
+  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last,
+                               Float* y) {
+    constexpr int kStepInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
+    const int64_t segment = p_.segment<A>(), start = run_start<A>(p_.w, chunk, first);
+    const uint32_t* x[R];
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] = p_.words<A>(r, start + begin * kStepInputs);
+    Vector sums[kRuns][R][kChains] = {};
+    const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      if (run < first || run >= first + kRuns) return;  // the words hold both runs
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        Vector& sum = sums[run - first][r][word & (kChains - 1)];
+        sum = Sums<A>::add(sum, value, splat(x[r][(run - first) * kRunStride + word]));
+      }
+    };
+    from += begin * kStepWords * kTile * kWordBytes;
+    for (int64_t step = begin; step < last; ++step) {
+      SPECJAX_UNROLL for (int i = 0; i < kStepWords; ++i, from += kTile * kWordBytes) {
+        if (first == 0 || !kSameWords) __builtin_prefetch(from + kAhead);
+        decoder_.decode(first, i, load<Word>(from + lane_), add);
+      }
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] += kStepInputs / kPerWord<A>;
+      const int64_t end = (step + 1) * kStepInputs;
+      if ((end & (segment - 1)) != 0) continue;
+      SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+        end_segment(start + run * kPlane + end - segment, sums[run], y);
       }
     }
   }

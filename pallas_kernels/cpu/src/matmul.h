@@ -107,7 +107,7 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
-  if (are_few(p.w, m)) return multiply_few<A, kind, few_rows(kind)>(p, column, m, y);
+  if (are_few<A>(p.w, m)) return multiply_few<A, kind, few_rows<A>(kind)>(p, column, m, y);
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;

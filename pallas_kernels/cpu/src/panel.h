@@ -100,31 +100,36 @@ SPECJAX_INLINE void read_slab(const Weight& w, int64_t row, int64_t offset, Word
   transpose(words);
 }
 
-#if defined(__AVX512BF16__)
-// The bfloat16 values of the low nibbles of `codes`' 16-bit halves; what is above them is ignored,
-// because the table holds every entry twice.
-SPECJAX_INLINE Word bfloat16_values(Word codes, Word table) {
-  return (Word)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
+#if defined(__AVX512BW__)
+// What the 16 codes of `kind` stand for: a float32 in every lane, or a bfloat16 in every half of one,
+// where all are there twice.
+template <Arithmetic A, Kind kind>
+inline Word value_table() {
+  uint32_t floats[2 * kLanes];
+  uint16_t bfloats[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    const float value = static_cast<float>(code_bytes(kind)[i % 16] - offset(kind));
+    std::memcpy(floats + i, &value, sizeof value);
+    bfloats[i] = static_cast<uint16_t>(floats[i] >> 16);
+  }
+  return A == Arithmetic::kBfloat16 ? load<Word>(bfloats) : load<Word>(floats);
 }
 
-template <Kind kind>
-inline Word bfloat16_table() {
-  uint16_t entries[32];
-  for (int i = 0; i < 32; ++i) {
-    const float value = static_cast<float>(code_bytes(kind)[i % 16] - offset(kind));
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    entries[i] = static_cast<uint16_t>(bits >> 16);
+// The values of the low nibbles of `codes`' lanes or halves; what is above them is ignored.
+template <Arithmetic A>
+SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
+  if (A == Arithmetic::kBfloat16) {
+    return (Word)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
   }
-  return load<Word>(entries);
+  return (Word)_mm512_permutexvar_epi32((__m512i)codes, (__m512i)table);
 }
 #endif
 
 // Decodes words of a weight: calls put(run, word of the run, value).
 template <Arithmetic A, Kind kind>
 struct Decoder {
-#if defined(__AVX512BF16__)
-  Word table = bfloat16_table<kind>();
+#if defined(__AVX512BW__)
+  Word table = value_table<A, kind>();
 #endif
 
   // Four bytes of every row: number `index` of the run `run`, or of both runs' nibbles.
@@ -144,15 +149,23 @@ struct Decoder {
 
   template <typename Put>
   SPECJAX_INLINE void decode_nibbles(int quad, Word codes, const Put& put) const {
-#if defined(__AVX512BF16__)
-    if constexpr (A == Arithmetic::kBfloat16) {
-      put(0, 2 * quad, bfloat16_values(codes, table));
-      put(1, 2 * quad, bfloat16_values(codes >> 4, table));
-      put(0, 2 * quad + 1, bfloat16_values(codes >> 8, table));
-      put(1, 2 * quad + 1, bfloat16_values(codes >> 12, table));
+#if defined(__AVX512BW__)
+    if constexpr (A != Arithmetic::kInteger) {
+      constexpr int kWords = 4 / kPerWord<A>;
+      SPECJAX_UNROLL for (int i = 0; i < kWords; ++i) {
+        put(0, kWords * quad + i, look_up_values<A>(codes >> (8 * i), table));
+        put(1, kWords * quad + i, look_up_values<A>(codes >> (8 * i + 4), table));
+      }
       return;
     }
 #endif
+    if constexpr (A == Arithmetic::kFloat32 && kind == Kind::kInt4) {  // a shift extends the sign
+      SPECJAX_UNROLL for (int i = 0; i < 4; ++i) {
+        put(0, 4 * quad + i, (Word)to_float((Int)(codes << (28 - 8 * i)) >> 28));
+        put(1, 4 * quad + i, (Word)to_float((Int)(codes << (24 - 8 * i)) >> 28));
+      }
+      return;
+    }
     if constexpr (kind == Kind::kInt4) codes ^= 0x88888888u;
     Word low = codes & 0x0F0F0F0Fu, high = codes >> 4 & 0x0F0F0F0Fu;
     if constexpr (kind == Kind::kMxfp4) {
