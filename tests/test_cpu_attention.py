@@ -32,6 +32,9 @@ CACHES = ("float32", "bfloat16", "8 bits", "4 bits")
 OPERANDS = ("queries", "keys", "values", "lengths", "positions", "ancestors")
 
 Case = dict[str, Any]
+quantized = jax.jit(quantize_entries, static_argnums=1)
+moved = jax.jit(move_entries)
+dequantized = jax.jit(dequantize_entries)
 
 
 def make_case(
@@ -40,19 +43,18 @@ def make_case(
 ) -> Case:  # fmt: skip
     """Operands of one call. mask: "chain", "tree", or None for a chain that is not written out.
 
-    Who sees which new tokens is there twice: as the mask and as ancestors.
+    Who sees which new tokens is there twice: as the mask and as ancestors. All are NumPy's arrays:
+    to cut and change JAX's would be a program for every shape.
     """
     rng = np.random.default_rng(seed)
-    q = jnp.asarray(rng.normal(size=(b, t, h, e)) * 2, jnp.float32)
-    keys, values = (jnp.asarray(rng.normal(size=(b, s, k, e)), jnp.float32) for _ in range(2))
+    q = (rng.normal(size=(b, t, h, e)) * 2).astype(np.float32)
+    keys, values = (rng.normal(size=(b, s, k, e)).astype(np.float32) for _ in range(2))
     if cache != "float32":
         q = q.astype(jnp.bfloat16)
     if cache == "bfloat16":
-        keys, values = (
-            jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (keys, values)
-        )
+        keys, values = (x.astype(jnp.bfloat16).view(np.uint16) for x in (keys, values))
     if cache in ("8 bits", "4 bits"):
-        keys, values = (quantize_entries(x, int(cache[0])) for x in (keys, values))
+        keys, values = (jax.device_get(quantized(x, int(cache[0]))) for x in (keys, values))
     depth, shown, ancestors = np.arange(t), None, None
     if mask is not None:
         parents = [i - 1 if mask == "chain" or i == 0 else rng.integers(0, i) for i in range(t)]
@@ -62,14 +64,15 @@ def make_case(
             ancestors[i, : depth[i]] = ancestors[parent, : depth[i]]
             ancestors[i, depth[i]] = i
         shown = (ancestors[:, :, None] == np.arange(t)).any(1)
-        shown = jnp.asarray(np.broadcast_to(shown, (b, t, t)))
-    length = np.array(lengths)
+        shown = np.broadcast_to(shown, (b, t, t))
+        ancestors = np.array([ancestors] * b, np.int32)
+    length = np.array(lengths, np.int32)
     return {
         "queries": q, "keys": keys, "values": values,
-        "lengths": jnp.asarray(length, jnp.int32),
-        "positions": jnp.asarray(length[:, None] + depth, jnp.int32),
+        "lengths": length,
+        "positions": (length[:, None] + depth).astype(np.int32),
         "mask": shown,
-        "ancestors": None if ancestors is None else jnp.asarray([ancestors] * b, jnp.int32),
+        "ancestors": ancestors,
         "window": window, "head_scale": e**-0.5,
     }  # fmt: skip
 
@@ -91,12 +94,12 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     the worst order; 16 stands for it and for exp2, because sums are short (a block, then blocks).
     """
 
-    def wide(x: jax.Array | QuantizedEntries) -> np.ndarray:
+    def wide(x: np.ndarray | QuantizedEntries) -> np.ndarray:
         if isinstance(x, QuantizedEntries):
-            integers = dequantize_entries(dataclasses.replace(x, scales=jnp.ones_like(x.scales)))
-            return np.asarray(integers, np.float64) * np.asarray(x.scales)[..., None]
-        if x.dtype == jnp.uint16:
-            x = jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+            integers = dequantized(dataclasses.replace(x, scales=np.ones_like(x.scales)))
+            return np.asarray(integers, np.float64) * x.scales[..., None]
+        if x.dtype == np.uint16:
+            x = x.view(jnp.bfloat16)
         return np.asarray(x, np.float64)
 
     q, keys, values = wide(case["queries"]), wide(case["keys"]), wide(case["values"])
@@ -181,9 +184,9 @@ def test_a_mean_of_ones_is_one(cache: str, instruction_set: str) -> None:
     """A weight keeps its 24 bits on the way to the values: sums err by 2^-21, 16 bits by 2^-17."""
     case = make_case(1, 5, 8, 2, 64, 512, [300], cache=cache)
     if cache == "bfloat16":
-        ones: Any = jnp.full_like(case["values"], 0x3F80)
+        ones: Any = np.full_like(case["values"], 0x3F80)
     else:
-        ones = quantize_entries(jnp.ones(case["values"].shape), case["values"].bits)
+        ones = quantized(np.ones(case["values"].shape, np.float32), case["values"].bits)
     assert np.abs(run(case, instruction_set, values=ones) - 1).max() <= 2.0**-20
 
 
@@ -278,7 +281,7 @@ def as_a_chain(case: Case, path: np.ndarray) -> Case:
     """The tokens of a path, without the rest of the first row's tree."""
     slots = int(case["lengths"][0]) + np.stack((path, np.arange(len(path))))[:, None]
     rows = np.zeros((1, 1), int)
-    entries = {name: move_entries(case[name], rows, *slots) for name in ("keys", "values")}
+    entries = {name: moved(case[name], rows, *slots) for name in ("keys", "values")}
     tokens = {name: case[name][:, path] for name in ("queries", "positions")}
     return case | entries | tokens | {"ancestors": None}
 
@@ -316,9 +319,9 @@ def test_nothing_leaks_from_what_is_not_seen(
         """With NaN there, which of codes only the scales can be."""
         entries = case[name]
         codes = isinstance(entries, QuantizedEntries)
-        part = entries.scales if codes else entries
+        part = (entries.scales if codes else entries).copy()
         for at in where:
-            part = part.at[at].set(0x7FC0 if cache == "bfloat16" else jnp.nan)
+            part[at] = 0x7FC0 if cache == "bfloat16" else np.nan
         return dataclasses.replace(entries, scales=part) if codes else part
 
     beyond = np.s_[0, 253:], np.s_[1, 63:]
