@@ -38,6 +38,8 @@ from tests.random_weights import random_weights as make_weights
 
 Implementation = Callable[..., jax.Array]
 random_weights = lru_cache(make_weights)
+quantized = jax.jit(quantize_activations, static_argnums=(1, 2))
+dequantized = jax.jit(dequantize)
 
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
 
@@ -69,19 +71,20 @@ def activations_of(weight: Weight) -> tuple[str, ...]:
     return ("a16", "a8", "a4") if isinstance(weight, Quantized) else ("a16",)
 
 
-def represented(x: jax.Array, weight: Weight, activation: str) -> np.ndarray:
+def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> np.ndarray:
     """The values that quantized activations stand for, f64[M, K]."""
     m, k = x.shape
     if activation == "a16":
         return np.asarray(x, np.float64)
     if isinstance(weight, Int4Weight) and weight.outliers is not None:
         columns = weight.outliers.columns
-        inner = dataclasses.replace(weight, outliers=None)
-        values = represented(x.at[:, columns].set(0), inner, activation)
-        values[:, columns] = represented(x[:, columns], weight.outliers.weight, "a8")
+        inner, others = dataclasses.replace(weight, outliers=None), np.array(x)
+        others[:, columns] = 0
+        values = represented(others, inner, activation)
+        values[:, columns] = represented(np.asarray(x)[:, columns], weight.outliers.weight, "a8")
         return values
-    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, padded_inputs(k) - k)))
-    q, scales = quantize_activations(x, activation, weight.group_size)
+    padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, padded_inputs(k) - k)))
+    q, scales = quantized(padded, activation, weight.group_size)
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
 
@@ -89,7 +92,7 @@ def represented(x: jax.Array, weight: Weight, activation: str) -> np.ndarray:
 def check(implementation: str, x: jax.Array, weight: Weight, activation: str) -> None:
     # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros are taken off after the sum,
     # 16 · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10 and more.
-    values, w = represented(x, weight, activation), np.asarray(dequantize(weight), np.float64)
+    values, w = represented(x, weight, activation), np.asarray(dequantized(weight), np.float64)
     magnitude = np.abs(w)
     if isinstance(weight, Int4Weight) and weight.zeros is not None:
         magnitude = magnitude + 16 * float(weight.scales.max())
@@ -135,8 +138,10 @@ def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> 
 @formats
 def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str) -> None:
     weight = random_weights(40, 300)[name]
-    clean = random_rows(5, 300, "float32").at[1].set(0)
-    dirty = clean.at[2, 7].set(jnp.nan).at[3, 200].set(jnp.inf).at[4, 8].set(-jnp.inf)
+    clean = np.array(random_rows(5, 300, "float32"))
+    clean[1] = 0
+    dirty = clean.copy()
+    dirty[2, 7], dirty[3, 200], dirty[4, 8] = np.nan, np.inf, -np.inf
     for activation in activations_of(weight):
         y = run(implementation, dirty, weight, activation)
         assert not y[1].any() and np.isnan(y[2]).all() and not np.isfinite(y[3:]).any()

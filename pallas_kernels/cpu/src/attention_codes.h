@@ -11,11 +11,6 @@ namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kPairFeatures = 32;  // features of a slot that fill a vector
 
-inline bool tiles_read(const Attention& a) {
-  if (a.cached == Cached::kFloat32) return false;
-  return a.e % (a.cached == Cached::kCodes4 ? 2 * kPairFeatures : kPairFeatures) == 0;
-}
-
 // Integers of five bits with their sign, 0 … 15 and -16 … -1, as bfloat16.
 alignas(64) inline constexpr uint16_t kIntegers[2 * kLanes] = {
     0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120,
@@ -41,7 +36,7 @@ SPECJAX_INLINE Word read_codes4(const uint8_t* from, bool high, uint8_t zero) {
   const __m256i codes =
       _mm256_and_si256(high ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(0xF));
   const __m256i values = _mm256_sub_epi8(codes, _mm256_set1_epi8(static_cast<char>(zero)));
-  const __m512i table = _mm512_loadu_si512(kIntegers);
+  const __m512i table = (__m512i)load<Word>(kIntegers);
   return (Word)_mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(values), table);
 }
 

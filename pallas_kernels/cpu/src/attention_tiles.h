@@ -24,8 +24,10 @@ inline constexpr int64_t kPartStride = kAttentionBlock + kMixStrip;  // in bfloa
 inline constexpr int kScoreAsks = 2;  // for a strip's scores that are turned
 inline constexpr int kPairSlots = 8;  // once for so many slots whose values are paired
 
+// Features of a slot are read a vector at a time, of codes of 4 bits two.
 inline bool tiles_serve(const Attention& a) {
-  return a.queries_bfloat16 && tiles_read(a);
+  if (!a.queries_bfloat16 || a.cached == Cached::kFloat32) return false;
+  return a.e % (a.cached == Cached::kCodes4 ? 2 * kPairFeatures : kPairFeatures) == 0;
 }
 
 inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
