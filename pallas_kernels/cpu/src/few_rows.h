@@ -13,13 +13,7 @@ inline constexpr int kFewSums = 16;
 inline constexpr int kFewSums = 8;
 #endif
 
-// Whether one instruction multiplies bytes; where several do, they need registers too.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__aarch64__)
-inline constexpr bool kHasDot4 = true;
-#else
-inline constexpr bool kHasDot4 = false;
-#endif
-
+// Where several instructions multiply bytes, they need registers too.
 template <Arithmetic A>
 constexpr int few_rows(Kind kind) {
   const bool crowded = A == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;

@@ -44,6 +44,13 @@ inline constexpr bool kHasBf16 = true;
 inline constexpr bool kHasBf16 = false;
 #endif
 
+// Whether the machine has an instruction for products of bytes (dot4).
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__aarch64__)
+inline constexpr bool kHasDot4 = true;
+#else
+inline constexpr bool kHasDot4 = false;
+#endif
+
 inline constexpr int kBytes = 4 * kLanes;
 typedef float Float __attribute__((vector_size(kBytes)));
 typedef int32_t Int __attribute__((vector_size(kBytes)));
