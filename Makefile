@@ -22,6 +22,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # Compares with Hugging Face's torch models live instead of with the stored values.
 golden: $(VENV)/.golden
@@ -35,12 +36,12 @@ install-check: $(VENV)/.test
 neon-check: $(VENV)/.test
 	which aarch64-linux-gnu-g++ qemu-aarch64 cmake make > /dev/null || \
 	    $$(command -v sudo) apt-get install --yes g++-aarch64-linux-gnu qemu-user cmake make
-	$(BIN)/python -m pytest -n 0 tests/test_neon.py
+	$(BIN)/python -m pytest -n 0 tests/kernels/test_neon.py
 
 # Compiles the kernels for a Hopper GPU and for TPUs, without either: 1.5 GB of compilers.
 compile-check: $(COMPILERS)/.installed
-	$(COMPILERS)/bin/python -m benchmarks.compile_check_gpu
-	$(COMPILERS)/bin/python -m benchmarks.compile_check_tpu
+	$(COMPILERS)/bin/python -m benchmarks.kernels.compile_check_gpu
+	$(COMPILERS)/bin/python -m benchmarks.kernels.compile_check_tpu
 
 # Numerics, exactness and speed of the kernels on this machine's NVIDIA GPU, in ten minutes:
 # benchmarks/results/gpu_check_<device>.json.

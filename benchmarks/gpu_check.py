@@ -6,7 +6,7 @@
 2. Exactness: whether QSpec's output on the model that ships is plain decoding's.
 3. Speed: attention with Llama-3-8B's heads beside the time to read its cache; the model's layers
    beside the GPU's measured limits, XLA's 16-bit product and PyTorch's kernels
-   (`benchmarks/kernels.py`), as many as the time allows.
+   (`benchmarks/kernels/products.py`), as many as the time allows.
 
     python -m benchmarks.gpu_check [--seed N] [--json OUT]
 
@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from benchmarks import attention_check
-from benchmarks.common import ROOT, parser, table, write
-from benchmarks.kernels import LAYERS, kernels, measurements
-from benchmarks.rates import device_name
+from benchmarks.exactness import attention_check
+from benchmarks.kernels.products import LAYERS, kernels, measurements
+from benchmarks.kernels.rates import device_name
+from benchmarks.support.common import ROOT, parser, table, write
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.formats import (

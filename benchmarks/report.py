@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, table
+from benchmarks.support.common import ROOT, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
+from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
 from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantize.recipe import Recipe
 from pallas_kernels.formats import Weight
-from specjax import checkpoint
-from specjax.config import ModelConfig
-from specjax.params import Params, held
-from specjax.weight_names import params_from_weights
+from specjax.model.config import ModelConfig
+from specjax.model.params import Params, held
+from specjax.model.weight_names import params_from_weights
 
 
 def convert(

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import their_name
 from checkpoints_tools.huggingface_config import write_config
 from checkpoints_tools.prequantized.layout import groups, pack_integers, unsigned
@@ -35,10 +36,9 @@ from pallas_kernels.formats import (
     unpack,
 )
 from pallas_kernels.interleave import by_rows
-from specjax import checkpoint
-from specjax.atomic_directory import replacing
-from specjax.params import Params
-from specjax.weight_names import HEAD, is_block_matrix, named_weights
+from specjax.files.atomic_directory import replacing
+from specjax.model.params import Params
+from specjax.model.weight_names import HEAD, is_block_matrix, named_weights
 
 SHARD_BYTES = 2_000_000_000
 INTEGERS, MXFP4 = "pack-quantized", "mxfp4-pack-quantized"

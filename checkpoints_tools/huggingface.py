@@ -18,8 +18,8 @@ from checkpoints_tools.huggingface_config import read_config, read_quantization
 from checkpoints_tools.prequantized import MAIN_PARTS, Layout, LayoutOf, Part
 from checkpoints_tools.tensor_files import FLOATS, Tensor, equal, read_headers
 from pallas_kernels.formats import Quantized
-from specjax.config import ModelConfig
-from specjax.weight_names import HEAD, is_block_matrix, weight_shapes
+from specjax.model.config import ModelConfig
+from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
 __all__ = ["Checkpoint", "open_checkpoint", "read_config", "their_name"]
 
@@ -81,7 +81,7 @@ class PackedTensors:
 class Checkpoint:
     """A directory whose headers agree with its configuration.
 
-    tensors: by the library's own names (`specjax.weight_names`).
+    tensors: by the library's own names (`specjax.model.weight_names`).
     """
 
     config: ModelConfig
@@ -136,7 +136,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def their_name(name: str) -> str:
-    """Hugging Face's name for one of the library's (`specjax.weight_names`)."""
+    """Hugging Face's name for one of the library's (`specjax.model.weight_names`)."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
     _, index, layer, *kind = name.split(".")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.prequantized import LayoutOf, read_layouts
-from specjax.config import ModelConfig, RopeScaling
+from specjax.model.config import ModelConfig, RopeScaling
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from checkpoints_tools import checkpoint
 from checkpoints_tools.convert import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
-from specjax import checkpoint, parallel
-from specjax.params import Params, prepack
+from specjax.model import parallel
+from specjax.model.params import Params, prepack
 
 SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
 SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"

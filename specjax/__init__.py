@@ -3,11 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specjax import parallel, planning
-from specjax.batching import Completion, decode_many
-from specjax.config import ModelConfig, RopeScaling
-from specjax.datastore import Datastore
-from specjax.decoding import DecodeResult, decode
+from specjax import planning
 from specjax.drafting import (
     Adaptive,
     Autoregressive,
@@ -25,21 +21,25 @@ from specjax.drafting import (
     Spectra,
     TranslatedDraft,
 )
-from specjax.params import Params, prepack
-from specjax.sampling import Sampling
-from specjax.state import Stats
-from specjax.text import generate, stream
+from specjax.drafting.datastore import Datastore
+from specjax.generation.batching import Completion, decode_many
+from specjax.generation.decoding import DecodeResult, decode
+from specjax.generation.text import generate, stream
+from specjax.model import parallel
+from specjax.model.config import ModelConfig, RopeScaling
+from specjax.model.params import Params, prepack
+from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import Stats
+from specjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from checkpoints_tools.checkpoint import save
     from checkpoints_tools.convert import convert
     from checkpoints_tools.export import export
     from checkpoints_tools.loading import load, load_tokenizer
     from checkpoints_tools.quantize import quantize
     from checkpoints_tools.quantize.calibration import calibration_tokens
     from checkpoints_tools.quantize.from_files import quantize_checkpoint
-    from specjax.checkpoint import save
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Adaptive",
@@ -91,7 +91,7 @@ _TOOLS = {
     "load_tokenizer": "checkpoints_tools.loading",
     "quantize": "checkpoints_tools.quantize",
     "quantize_checkpoint": "checkpoints_tools.quantize.from_files",
-    "save": "specjax.checkpoint",
+    "save": "checkpoints_tools.checkpoint",
 }
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from specjax.params import Params
-from tests.random_models import quantized_model
-from tests.word_tokenizer import WordTokenizer
+from specjax.model.params import Params
+from tests.support.random_models import quantized_model
+from tests.support.word_tokenizer import WordTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,4 +1,4 @@
-"""Other engines' decode step, to stand beside ours in benchmarks/decode_step.py.
+"""Other engines' decode step, to stand beside ours in benchmarks/speed/decode_step.py.
 
 Each module measures one engine in its own process and in the peers' own Python environment: it
 reads the shape from here, imports nothing of ours that needs jax, and prints one line of JSON per

@@ -20,9 +20,9 @@ import numpy as np
 from checkpoints_tools.quantize.calibration import check_tokens
 from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantize.recipe import Recipe
-from specjax.config import ModelConfig
-from specjax.params import Params, prepack_weight
-from specjax.weight_names import named_weights, params_from_weights
+from specjax.model.config import ModelConfig
+from specjax.model.params import Params, prepack_weight
+from specjax.model.weight_names import named_weights, params_from_weights
 
 
 def quantize(

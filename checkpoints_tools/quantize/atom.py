@@ -23,7 +23,7 @@ import numpy as np
 from checkpoints_tools.quantize.calibration import InputStatistics, LayerStatistics
 from checkpoints_tools.quantize.rtn import round_to_nearest
 from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, plain_values
-from specjax.params import Layer, Linear
+from specjax.model.params import Layer, Linear
 
 OUTLIERS = 128
 OUTLIER_SHARE = 16  # one input in so many at most

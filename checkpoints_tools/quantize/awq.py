@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from checkpoints_tools.quantize.calibration import InputStatistics, LayerStatistics
 from pallas_kernels.formats import Quantized, dequantize
 from pallas_kernels.rounding import round_to
-from specjax.config import ModelConfig
-from specjax.params import Layer, Linear
+from specjax.model.config import ModelConfig
+from specjax.model.params import Layer, Linear
 
 RATIOS = tuple(i / 20 for i in range(20))
 _FLOOR = 1e-4  # of magnitude^ratio: an input that is never there keeps a scale

@@ -23,10 +23,10 @@ from jax import lax
 
 from checkpoints_tools.tokenizer import Tokenizer
 from pallas_kernels.formats import Bfloat16Weight, Weight, is_format, take_rows
-from specjax.config import ModelConfig
-from specjax.kv_cache import KVCache
-from specjax.params import Layer, held, linear_shapes
-from specjax.transformer import LinearInputs, block, norm, rope_angles
+from specjax.model.config import ModelConfig
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Layer, held, linear_shapes
+from specjax.model.transformer import LinearInputs, block, norm, rope_angles
 
 # Which linear layers read each of `LinearInputs`.
 READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from checkpoints_tools import checkpoint
 from checkpoints_tools.convert import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.loading import locate, read
@@ -30,10 +31,10 @@ from checkpoints_tools.quantize.working_folder import WorkingFolder
 from pallas_kernels import cpu
 from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import Weight
-from specjax import __version__, checkpoint
-from specjax.config import ModelConfig
-from specjax.params import LINEARS, Layer
-from specjax.weight_names import named_weights
+from specjax.model.config import ModelConfig
+from specjax.model.params import LINEARS, Layer
+from specjax.model.weight_names import named_weights
+from specjax.version import __version__
 
 
 def quantize_checkpoint(

@@ -30,9 +30,9 @@ from checkpoints_tools.quantize.calibration import (
 )
 from checkpoints_tools.quantize.recipe import Recipe
 from pallas_kernels.formats import Quantized, Weight, plain_values
-from specjax.config import ModelConfig
-from specjax.params import LINEARS, Layer, Linear
-from specjax.weight_names import HEAD, layer_from_weights, layer_weights
+from specjax.model.config import ModelConfig
+from specjax.model.params import LINEARS, Layer, Linear
+from specjax.model.weight_names import HEAD, layer_from_weights, layer_weights
 
 SEED = 0  # of QuaRot's random signs
 
@@ -64,7 +64,7 @@ def quantize_layers(
     """Quantizes a model weight by weight.
 
     Args:
-      weights: names and weights in the order of `specjax.weight_names.weight_shapes`.
+      weights: names and weights in the order of `specjax.model.weight_names.weight_shapes`.
       config: of the model before quantization.
       recipe: the method.
       lm_head: quantize the output projection too.

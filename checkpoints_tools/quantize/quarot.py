@@ -36,8 +36,8 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.rounding import round_to
-from specjax.config import ModelConfig
-from specjax.params import Layer, Linear
+from specjax.model.config import ModelConfig
+from specjax.model.params import Layer, Linear
 
 ROWS = 8192  # of the embedding and the head that are rotated at once, to bound the memory
 

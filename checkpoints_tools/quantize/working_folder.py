@@ -26,9 +26,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from specjax.checkpoint import put_together, take_apart
-from specjax.params import Layer
-from specjax.weight_names import layer_from_weights, layer_weights
+from checkpoints_tools.checkpoint import put_together, take_apart
+from specjax.model.params import Layer
+from specjax.model.weight_names import layer_from_weights, layer_weights
 
 STATE = "state.safetensors"
 

@@ -1,4 +1,4 @@
-"""Attention over the KV cache on CPUs, by the C++ library (src/attention.cc)."""
+"""Attention over the KV cache on CPUs, by the C++ library (src/attention/attention.cc)."""
 
 from __future__ import annotations
 

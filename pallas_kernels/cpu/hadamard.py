@@ -1,4 +1,4 @@
-"""The fast Hadamard transform on CPUs, by the C++ library (src/hadamard.cc)."""
+"""The fast Hadamard transform on CPUs, by the C++ library (src/rows/hadamard.cc)."""
 
 from __future__ import annotations
 

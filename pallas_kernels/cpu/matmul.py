@@ -1,4 +1,4 @@
-"""Products of every weight format on CPUs, by the C++ library (src/matmul.cc)."""
+"""Products of every weight format on CPUs, by the C++ library (src/matmul/matmul.cc)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def matmul(
 
 
 def _parts(weight: Weight) -> tuple[int, int, Buffers]:
-    """A weight as src/matmul.cc reads it: kind, group size (0 for none), buffers."""
+    """A weight as src/matmul/matmul.cc reads it: kind, group size (0 for none), buffers."""
     check_plain_columns(weight)
     weight = plain_weight(weight) if isinstance(weight, jax.Array) else weight
     name = weight.dtype.name if isinstance(weight, jax.Array) else type(weight).__name__

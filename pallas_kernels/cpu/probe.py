@@ -1,4 +1,5 @@
-"""What this machine can do, measured by the kernels' own threads and vectors (src/probe.cc)."""
+"""What this machine can do, measured by the kernels' own threads and vectors
+(src/common/probe.cc)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to rows between matrix products, on CPUs, by the C++ library (src/rows.cc)."""
+"""What is done to rows between matrix products, on CPUs, by the C++ library (src/rows/rows.cc)."""
 
 from __future__ import annotations
 

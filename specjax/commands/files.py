@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specjax import checkpoint
-from specjax.config import ModelConfig
-from specjax.evaluation.json_lines import is_json_lines, read_lines, read_text
+from checkpoints_tools import checkpoint
+from specjax.files.json_lines import is_json_lines, read_lines, read_text
+from specjax.model.config import ModelConfig
 from specjax.planning.memory import FORMATS
 
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the first there is

@@ -15,7 +15,7 @@ import jax
 import specjax
 from specjax.commands.drafters import add_drafter, make_drafter
 from specjax.commands.options import add_cache_bits, add_model, add_quantize, load_target
-from specjax.text import Round, TextStream, stream
+from specjax.generation.text import Round, TextStream, stream
 
 
 def add(commands: Any) -> None:

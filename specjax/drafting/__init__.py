@@ -1,7 +1,6 @@
-"""Drafters: one file per family, one protocol (`specjax.drafting.base`)."""
+"""Drafters: one file per family, one protocol (`specjax.speculation.drafter`)."""
 
 from specjax.drafting.autoregressive import Autoregressive
-from specjax.drafting.base import Drafter
 from specjax.drafting.combined import Combined
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.layer_skip import LayerSkip
@@ -14,6 +13,7 @@ from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.schedules import Adaptive, Heuristic
 from specjax.drafting.spectra import Spectra
 from specjax.drafting.translated import TranslatedDraft
+from specjax.speculation.drafter import Drafter
 
 __all__ = [
     "Adaptive",

@@ -11,8 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.model.params import Params
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 
 @jax.tree_util.register_dataclass

@@ -17,12 +17,12 @@ from jax import lax
 from pallas_kernels.activations import check_activation
 from specjax.checks import check_integer
 from specjax.drafting.schedules import Schedule
-from specjax.kv_cache import KVCache
-from specjax.params import Params
-from specjax.rounds import fit_vocabulary, score
-from specjax.sampling import draw, greedy, probabilities, seen_tokens
-from specjax.state import DecodeState, Proposal, Stats, Verified
-from specjax.transformer import forward, prefill
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Params
+from specjax.model.transformer import forward, prefill
+from specjax.speculation.rounds import fit_vocabulary, score
+from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 
 class ChainState(NamedTuple):

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.checks import check_integer
-from specjax.drafting.base import Drafter
 from specjax.drafting.ngram import NGram
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.window import WindowDrafter
-from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 _TEXT_ALONE = (NGram, PromptLookup, Retrieval)
 

@@ -12,10 +12,10 @@ import dataclasses
 
 import jax
 
-from specjax.config import ModelConfig
 from specjax.drafting.chain import ChainDrafter, check_chain
 from specjax.drafting.schedules import Schedule
-from specjax.params import Params
+from specjax.model.config import ModelConfig
+from specjax.model.params import Params
 
 _CACHE_FIELDS = (
     "num_layers", "num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "hadamard", "dtype",

@@ -14,7 +14,7 @@ import jax
 from specjax.checks import check_integer
 from specjax.drafting.chain import ChainDrafter, check_chain
 from specjax.drafting.schedules import Schedule
-from specjax.params import Params
+from specjax.model.params import Params
 
 
 @jax.tree_util.register_dataclass

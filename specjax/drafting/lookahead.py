@@ -6,9 +6,9 @@ import dataclasses
 
 import jax
 
+from specjax.drafting.ngram_tables import NGramTable
 from specjax.drafting.window import WindowDrafter, check_window
-from specjax.ngram_tables import NGramTable
-from specjax.state import DecodeState
+from specjax.speculation.state import DecodeState
 
 
 @jax.tree_util.register_dataclass

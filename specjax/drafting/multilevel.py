@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.drafting.base import Drafter
 from specjax.drafting.chain import ChainDrafter, ChainState
-from specjax.params import Params
-from specjax.rounds import step
-from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.rounds import step
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 
 class MultiLevelState(NamedTuple):

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.checks import check_integer
-from specjax.ngram_tables import last_tokens
-from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.drafting.ngram_tables import last_tokens
+from specjax.model.params import Params
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 _CHUNK = 16  # places that are counted at a time
 

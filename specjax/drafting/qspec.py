@@ -14,9 +14,9 @@ import jax
 from pallas_kernels.formats import Quantized
 from specjax.drafting.chain import ChainDrafter, check_chain
 from specjax.drafting.schedules import Schedule
-from specjax.kv_cache import KVCache
-from specjax.params import Params
-from specjax.state import DecodeState
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Params
+from specjax.speculation.state import DecodeState
 
 
 @jax.tree_util.register_dataclass

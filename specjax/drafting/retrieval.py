@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import check_integer
-from specjax.datastore import ORDERED, Datastore
-from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Stats, Verified
+from specjax.drafting.datastore import ORDERED, Datastore
+from specjax.model.params import Params
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.state import Verified
+from specjax.speculation.state import Verified
 
 
 class Schedule(Protocol):

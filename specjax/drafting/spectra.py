@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.checks import check_integer
+from specjax.drafting.ngram_tables import NGramTable, last_tokens
 from specjax.drafting.window import MATCHES, WindowDrafter, WindowState, check_window
-from specjax.ngram_tables import NGramTable, last_tokens
-from specjax.sampling import greedy
-from specjax.state import DecodeState, Verified
+from specjax.speculation.sampling import greedy
+from specjax.speculation.state import DecodeState, Verified
 
 
 @jax.tree_util.register_dataclass

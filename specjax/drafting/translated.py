@@ -1,6 +1,7 @@
 """A draft model with another tokenizer.
 
-Every round the text so far is encoded for the draft model (`specjax.retokenize`, on the host); its
+Every round the text so far is encoded for the draft model (`specjax.drafting.retokenize`, on the
+host); its
 KV cache keeps the entries of the tokens that stayed the same, and the rest is read anew.
 
 Greedy drafts are made in the draft's tokens and re-encoded as the target's: any two tokenizers will
@@ -23,12 +24,12 @@ from jax import lax
 
 from specjax.checks import check_integer
 from specjax.drafting.chain import check_chain, draft_chain
+from specjax.drafting.retokenize import TextTokenizer, Translation, translation
 from specjax.drafting.schedules import Schedule
-from specjax.kv_cache import KVCache
-from specjax.params import Linear, Params
-from specjax.retokenize import TextTokenizer, Translation, translation
-from specjax.state import DecodeState, Proposal, Stats, Verified
-from specjax.transformer import forward
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Linear, Params
+from specjax.model.transformer import forward
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 _LAG = 3  # tokens that the first drafting pass reads before the last one
 _CHUNK = 8  # tokens per pass where there are more of them

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import check_integer
-from specjax.ngram_tables import CHUNK, NGramTable, index_text
-from specjax.params import Params
-from specjax.state import DecodeState, Proposal, Stats, Verified
-from specjax.trees import from_sequences
+from specjax.drafting.ngram_tables import CHUNK, NGramTable, index_text
+from specjax.model.params import Params
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.trees import from_sequences
 
 MATCHES = 4  # n-grams looked at per guess: many begin as another does
 

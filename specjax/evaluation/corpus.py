@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax.datastore import Datastore
-from specjax.evaluation.digest import digest
-from specjax.evaluation.json_lines import is_json_lines, read_lines, read_text
+from specjax.drafting.datastore import Datastore
 from specjax.evaluation.scoring import score
-from specjax.params import Params
-from specjax.text import Tokenizer
+from specjax.files.digest import digest
+from specjax.files.json_lines import is_json_lines, read_lines, read_text
+from specjax.generation.text import Tokenizer
+from specjax.model.params import Params
 
 TEXT_FIELDS = ("text", "content", "prompt", "question", "problem")  # of a JSON line
 _WIDTH = 32  # sequences are padded to multiples of this

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pallas_kernels.activations import check_activation
-from specjax.batching import Completion, complete
 from specjax.checks import check_integer
 from specjax.drafting import Autoregressive, Drafter, QSpec
-from specjax.evaluation.digest import digest
-from specjax.evaluation.json_lines import read_text
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Choice, ChoiceTask, Question, Task, TextTask, WrittenTask
-from specjax.params import Params
-from specjax.text import StopStrings, Tokenizer, output_text
+from specjax.files.digest import digest
+from specjax.files.json_lines import read_text
+from specjax.generation.batching import Completion, complete
+from specjax.generation.text import StopStrings, Tokenizer, output_text
+from specjax.model.params import Params
 
 _COUNTS = ("rounds", "drafted", "tested", "accepted", "generated")
 _AHEAD = 4  # batches of likelihoods between two records on disk

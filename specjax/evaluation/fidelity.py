@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import check_activation
-from specjax.decoding import decode
 from specjax.drafting import Autoregressive
 from specjax.evaluation.scoring import score
-from specjax.params import Params
+from specjax.generation.decoding import decode
+from specjax.model.params import Params
 
 
 @dataclasses.dataclass(frozen=True)

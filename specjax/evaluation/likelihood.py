@@ -19,12 +19,12 @@ import numpy as np
 from pallas_kernels.activations import check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
-from specjax.config import ModelConfig
 from specjax.evaluation.scoring import judge
-from specjax.kv_cache import KVCache
-from specjax.parallel import blank_rows, check_rows, on_mesh, readable, whole_rows
-from specjax.params import Params
-from specjax.transformer import forward
+from specjax.model.config import ModelConfig
+from specjax.model.kv_cache import KVCache
+from specjax.model.parallel import blank_rows, check_rows, on_mesh, readable, whole_rows
+from specjax.model.params import Params
+from specjax.model.transformer import forward
 
 Tokens = Sequence[int] | np.ndarray
 

@@ -17,12 +17,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from specjax.batching import complete
-from specjax.drafting import Drafter
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
-from specjax.params import Params
-from specjax.sampling import Sampling
-from specjax.text import StopStrings, cut, output_text
+from specjax.generation.batching import complete
+from specjax.generation.text import StopStrings, cut, output_text
+from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.sampling import Sampling
 
 if TYPE_CHECKING:
     from checkpoints_tools.tokenizer import Tokenizer

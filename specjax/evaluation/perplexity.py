@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.activations import check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.evaluation.scoring import score
-from specjax.params import Params
+from specjax.model.params import Params
 
 
 @dataclasses.dataclass(frozen=True)

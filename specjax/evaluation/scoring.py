@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.reference import map_row_tiles
-from specjax.kv_cache import KVCache
-from specjax.parallel import check_rows, on_mesh
-from specjax.params import Params
-from specjax.sampling import greedy
-from specjax.transformer import forward
+from specjax.model.kv_cache import KVCache
+from specjax.model.parallel import check_rows, on_mesh
+from specjax.model.params import Params
+from specjax.model.transformer import forward
+from specjax.speculation.sampling import greedy
 
 
 @partial(jax.jit, static_argnames=("activation", "cache_bits"))

@@ -16,8 +16,8 @@ from pallas_kernels.formats import Quantized
 from specjax.drafting import Autoregressive, QSpec
 from specjax.evaluation.evaluate import Progress, TaskResult, evaluate
 from specjax.evaluation.tasks import TASKS, WrittenTask
-from specjax.params import Params
-from specjax.text import Tokenizer
+from specjax.generation.text import Tokenizer
+from specjax.model.params import Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,12 +26,12 @@ import numpy as np
 from pallas_kernels.activations import check_activation
 from pallas_kernels.formats import take_rows
 from specjax.checks import check_integer
-from specjax.config import ModelConfig
-from specjax.kv_cache import KVCache
-from specjax.params import Layer, Params
+from specjax.model.config import ModelConfig
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Layer, Params
+from specjax.model.transformer import block, linear, norm, rope_angles
 from specjax.planning.speed import LONGEST, Level, best_draft_lengths, speedup
-from specjax.sampling import greedy
-from specjax.transformer import block, linear, norm, rope_angles
+from specjax.speculation.sampling import greedy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,14 @@ import numpy as np
 from jax import lax
 
 from specjax.checks import check_integer
-from specjax.decoding import decode, row_keys, start
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
-from specjax.params import Params
+from specjax.generation.decoding import decode, row_keys, start
+from specjax.generation.prompts import Prompt, normalize_prompt
+from specjax.model.params import Params
 from specjax.planning.speed import Level, draft_time, speedup
-from specjax.prompts import Prompt, normalize_prompt
-from specjax.rounds import verify
-from specjax.sampling import Sampling
-from specjax.state import DecodeState, Proposal
+from specjax.speculation.rounds import verify
+from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import DecodeState, Proposal
 
 _CALL_SECONDS = 0.1  # of work per timed call, so that the call itself does not count
 _MOST_REPEATS = 512

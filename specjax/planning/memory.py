@@ -15,8 +15,8 @@ from pallas_kernels.attention import BLOCK
 from pallas_kernels.cache_entries import check_cache_bits
 from pallas_kernels.formats import MXFP4_GROUP, check_group_size, padded_inputs
 from specjax.checks import check_integer
-from specjax.config import ModelConfig
-from specjax.weight_names import HEAD, is_block_matrix, weight_shapes
+from specjax.model.config import ModelConfig
+from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
 FORMATS = ("plain", "int4", "int8", "mxfp4")
 _SCALE_BYTES = 2  # bfloat16

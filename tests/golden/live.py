@@ -18,13 +18,13 @@ from transformers.utils import logging
 
 import specjax
 from checkpoints_tools.loading import load
-from specjax.kv_cache import KVCache
-from specjax.params import Params
-from specjax.transformer import forward
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Params
+from specjax.model.transformer import forward
 from tests.golden import reference
 from tests.golden.cases import CASES, NEW_TOKENS, Case
 
-TOLERANCE = 1e-4  # as in tests/test_families.py
+TOLERANCE = 1e-4  # as in tests/model/test_families.py
 
 
 def main(seed: int) -> int:

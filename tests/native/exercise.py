@@ -1,6 +1,6 @@
 """Calls every handler of the C++ library, on arrays that end in the middle of a vector.
 
-A program of its own, because `tests/test_sanitizers.py` runs it over a library built with
+A program of its own, because `tests/kernels/test_sanitizers.py` runs it over a library built with
 sanitizers, which end the process at the first byte read or written out of bounds. Every array is
 an allocation of its own, of its exact size. What the results are is tested elsewhere.
 """
@@ -21,9 +21,9 @@ from pallas_kernels.hadamard import hadamard
 from pallas_kernels.interleave import interleave
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rope import rotate
-from tests.random_weights import random_rows, random_weights
-from tests.test_cpu_attention import CASES, run
-from tests.test_ffi_errors import REFUSED
+from tests.kernels.test_cpu_attention import CASES, run
+from tests.kernels.test_ffi_errors import REFUSED
+from tests.support.random_weights import random_rows, random_weights
 
 # M, N, K: one of everything; few rows and many; more than share one decoded panel.
 SHAPES = ((1, 1, 1), (4, 67, 300), (5, 67, 300), (101, 37, 130))

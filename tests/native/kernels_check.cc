@@ -1,5 +1,5 @@
 // Calls every kernel of the C++ library without XLA, for processors that are only emulated
-// (tests/test_neon.py).
+// (tests/kernels/test_neon.py).
 //
 // Products and attention are compared with float64, and rows of x with the same rows among others.
 // Prints, for every instruction set, its name and a hash of the bits of its integer products.
@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "isa.h"
+#include "common/isa.h"
 
 namespace {
 
@@ -171,7 +171,7 @@ uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input
   }
   uint64_t hash = 14695981039346656037u;
   for (int64_t i = 0; i < x.m * matrix.kOutputs; ++i) {
-    double sum = 0, bound = 1e-30;  // as tests/test_matmul.py has it
+    double sum = 0, bound = 1e-30;  // as tests/kernels/test_matmul.py has it
     for (int64_t k = 0; k < x.k; ++k) {
       const double value = all.values[i / matrix.kOutputs * x.k + k];
       const double weight = matrix.at(i % matrix.kOutputs, k);
@@ -312,7 +312,7 @@ void check_attention(const Kernels& kernels, Cached cached, bool windowed, bool 
         largest = std::max(largest, std::abs(values.values[entry + e]));
       }
     }
-    // As tests/test_cpu_attention.py has it.
+    // As tests/kernels/test_cpu_attention.py has it.
     const double bound = (2 * error + 16 + kAttentionBlock) * 0x1p-24 * largest;
     for (int64_t e = 0; e < kFeatures; ++e) {
       const bool close = std::abs(out[query * kFeatures + e] - sums[e] / total) <= bound;

@@ -6,8 +6,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from specjax.evaluation.json_lines import Line
 from specjax.evaluation.tasks.base import Question, Verdict, WrittenTask, some_examples
+from specjax.files.json_lines import Line
 
 _NUMBER = re.compile(r"-?\$?-?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # annotations such as <<48/2=24>>, no part of the text

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.evaluation.json_lines import Line, read_lines
-from specjax.text import cut
+from specjax.files.json_lines import Line, read_lines
+from specjax.generation.text import cut
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ model answers is not judged.
 
 from __future__ import annotations
 
-from specjax.evaluation.json_lines import Line
 from specjax.evaluation.tasks.base import Question, WrittenTask, unjudged
+from specjax.files.json_lines import Line
 
 
 def _conversation(line: Line) -> Question:

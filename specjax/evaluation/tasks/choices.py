@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specjax.evaluation.json_lines import Line
 from specjax.evaluation.tasks.base import Choice, ChoiceTask
+from specjax.files.json_lines import Line
 
 
 def _piqa(line: Line) -> Choice:

@@ -10,8 +10,8 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from specjax.evaluation.json_lines import Line
 from specjax.evaluation.tasks.base import Question, Verdict, WrittenTask
+from specjax.files.json_lines import Line
 
 WORKED = (
     (

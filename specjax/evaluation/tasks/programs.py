@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 
 from specjax.evaluation import sandbox
-from specjax.evaluation.json_lines import Line
 from specjax.evaluation.tasks.base import Question, Verdict, WrittenTask, some_examples
+from specjax.files.json_lines import Line
 
 _MBPP = "prompts/mbpp.jsonl"
 _EXAMPLES = range(2, 11)  # MBPP's task ids set aside for examples, of which three are customary

@@ -1,0 +1,160 @@
+"""Attention on the machine's accelerator, for `gpu_check`: numerics, invariance in T, and speed."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.products import CACHE_BYTES, time_chain
+from benchmarks.kernels.rates import device_name, rates
+from benchmarks.support.common import table
+from pallas_kernels.attention import BLOCK, IMPLEMENTATIONS, attention
+from pallas_kernels.cache_entries import CACHE_BITS, Entries, quantize_entries, read_block
+
+HEADS, KV_HEADS = 32, 8  # Llama-3-8B's, of 128 features
+LENGTHS = (0, 127, 511, 1000)  # of the context, at the edges of blocks and inside
+SLOTS, TOKENS = 1280, 40
+SIGHTS = ((False, None), (True, None), (False, 300), (True, 20))  # a tree's mask; window
+TIMED = {"bits": (16, 4), "rows": (1, 8), "context": (1024, 16384), "tokens": (1, 8)}
+Lines = list[dict[str, Any]]
+
+
+def numerics(implementations: list[str], seed: int) -> Lines:
+    """One line per implementation, cache, width of a head and what is visible."""
+    rng = np.random.default_rng(seed)
+    names = [name for name in implementations if name in IMPLEMENTATIONS]
+    return [
+        _check(name, bits, e, masked, window, rng)
+        for name, bits, e, (masked, window) in product(names, CACHE_BITS, (64, 128), SIGHTS)
+    ]
+
+
+def _check(
+    implementation: str, bits: int, e: int, masked: bool, window: int | None,
+    rng: np.random.Generator,
+) -> dict[str, Any]:  # fmt: skip
+    """Compares with float64 and, where there is no mask, tokens with themselves alone.
+
+    Weights rounded to bfloat16 are off by at most 2^-9 of themselves, and the mean of the values
+    under them by 2^-9 times the greatest; the rest stands for the sums of float32.
+    """
+    b, lengths = len(LENGTHS), jnp.asarray(LENGTHS, jnp.int32)
+    queries = jnp.asarray(rng.normal(size=(b, TOKENS, 8, e)) * 2, jnp.bfloat16)
+    keys, values = (_entries(rng, (b, SLOTS, 2, e), bits) for _ in range(2))
+    paths = _tree(rng) if masked else None
+    mask, depths, shown = None, np.arange(TOKENS), None
+    if paths is not None:
+        mask = (paths[:, :, None] == np.arange(TOKENS)).any(1)
+        depths = (paths >= 0).sum(1) - 1
+        shown = jnp.broadcast_to(jnp.asarray(paths, jnp.int32), (b, TOKENS, TOKENS))
+    positions = lengths[:, None] + jnp.asarray(depths, jnp.int32)
+    run = partial(attention, window=window, head_scale=e**-0.5, implementation=implementation)
+    y = np.asarray(run(queries, keys, values, lengths, positions, shown))
+    expected = _exact(queries, keys, values, positions, mask, window)
+    bound = (2.0**-9 + 2.0**-14) * np.abs(_numbers(values)).max()
+    worst = float((np.abs(y - expected) / bound).max())
+    differ = []
+    for token in range(TOKENS if mask is None else 0):
+        one = slice(token, token + 1)
+        alone = run(queries[:, one], keys, values, lengths + token, positions[:, one], None)
+        if (np.asarray(alone)[:, 0].view(np.int32) != y[:, token].view(np.int32)).any():
+            differ.append(token)
+    return {
+        "check": "attention", "implementation": implementation, "cache_bits": bits, "e": e,
+        "mask": masked, "window": window, "error_of_bound": worst, "tokens_that_differ": differ,
+        "passed": worst <= 1 and not differ,
+    }  # fmt: skip
+
+
+def _entries(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> Entries:
+    numbers = jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    if bits == 16:
+        return jax.lax.bitcast_convert_type(numbers, jnp.uint16)
+    return quantize_entries(numbers, bits)
+
+
+def _numbers(entries: Entries) -> np.ndarray:
+    """What entries stand for, f64[B, S, K, E]."""
+    b, slots = entries.shape[:2]
+    rows = [read_block(entries, row, 0, slots) for row in range(b)]
+    return np.asarray(jnp.stack(rows), np.float64)
+
+
+def _tree(rng: np.random.Generator) -> np.ndarray:
+    """A random tree of TOKENS tokens: the path to each, itself last, padded with -1. int[T, T]."""
+    paths = np.full((TOKENS, TOKENS), -1)
+    for token in range(TOKENS):
+        path = paths[rng.integers(0, token)] if token else paths[0]
+        depth = (path >= 0).sum()
+        paths[token, : depth + 1] = [*path[:depth], token]
+    return paths
+
+
+def _exact(
+    queries: jax.Array,
+    keys: Entries,
+    values: Entries,
+    positions: jax.Array,
+    mask: np.ndarray | None,
+    window: int | None,
+) -> np.ndarray:
+    """The softmax in float64."""
+    q, k, v = np.asarray(queries, np.float64), _numbers(keys), _numbers(values)
+    b, t, h, e = q.shape
+    new = np.arange(SLOTS) - np.asarray(LENGTHS)[:, None]  # [B, S]
+    at = np.where(new < 0, np.arange(SLOTS), 0)
+    inside = (new >= 0) & (new < t)
+    at[inside] = np.asarray(positions).reshape(-1)[
+        (np.arange(b)[:, None] * t + new.clip(0, t - 1))[inside]
+    ]
+    shown = np.tril(np.ones((t, t), bool)) if mask is None else mask
+    seen = (new < 0)[:, None] | (inside[:, None] & shown[:, new.clip(0, t - 1)].swapaxes(0, 1))
+    if window is not None:
+        seen &= np.asarray(positions)[:, :, None] - at[:, None] < window
+    q = q.reshape(b, t, k.shape[2], -1, e)
+    scores = np.einsum("btkge,bske->btkgs", q, k) * e**-0.5
+    scores = np.where(seen[:, :, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("btkgs,bske->btkge", weights, v).reshape(b, t, h, e)
+
+
+def speed(implementations: list[str]) -> Lines:
+    """One line per implementation, cache and size, beside the time to read the context once."""
+    names = [name for name in implementations if name in IMPLEMENTATIONS]
+    read = rates()["read"]
+    lines = [_time(name, *sizes, read) for name, *sizes in product(names, *TIMED.values())]
+    print(table(lines, list(lines[0])[1:]), flush=True)
+    return lines
+
+
+def _time(
+    implementation: str, bits: int, rows: int, context: int, tokens: int, read: float
+) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    queries = jnp.asarray(rng.normal(size=(rows, tokens, HEADS, 128)), jnp.bfloat16)
+    first = [_entries(rng, (rows, context + BLOCK, KV_HEADS, 128), bits) for _ in range(2)]
+    size = sum(part.nbytes for part in jax.tree.leaves(first))
+    count = max(2, int(CACHE_BYTES[jax.default_backend()] // size) + 1)
+    caches = [first, *(jax.tree.map(lambda part: part.copy(), first) for _ in range(count - 1))]
+    lengths = jnp.full(rows, context, jnp.int32)
+    positions = lengths[:, None] + jnp.arange(tokens)
+
+    def attend(queries: jax.Array, cache: list[Entries]) -> jax.Array:
+        return attention(
+            queries, *cache, lengths, positions, None,
+            window=None, head_scale=128**-0.5, implementation=implementation,
+        )  # fmt: skip
+
+    took = time_chain(attend, queries, caches)
+    limit = size * context / (context + BLOCK) / read
+    return {
+        "check": "attention speed", "implementation": implementation, "cache_bits": bits,
+        "rows": rows, "context": context, "tokens": tokens, "microseconds": took * 1e6,
+        "limit_microseconds": limit * 1e6, "fraction": limit / took, "device": device_name(),
+    }  # fmt: skip

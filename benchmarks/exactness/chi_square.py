@@ -1,0 +1,178 @@
+"""Do sampled texts have exactly the target's distribution? 100,000 of them per drafter.
+
+The first three tokens after a prompt are counted: real text, what the model writes after it, and
+the text again, so that drafters without a model have something to guess from. No constant draft is
+longer than that. The target's own logits give the probability of every such text; `min_p` keeps
+them to a few thousand, and rare ones are counted together. Chi-square's p-value is uniform in 0 … 1
+where the counts follow the probabilities: one below 0.001 / (number of drafters) counts as a
+failure.
+
+    python -m benchmarks.exactness.chi_square --draft DIRECTORY --json OUT
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+from tqdm import tqdm
+
+import specjax
+from benchmarks.support.common import parser, table, text_prompts, write
+from benchmarks.support.drafter_table import model_drafters
+from specjax import (
+    Combined,
+    Datastore,
+    Drafter,
+    DraftModel,
+    LayerSkip,
+    Lookahead,
+    MultiLevel,
+    NGram,
+    Params,
+    PromptLookup,
+    Retrieval,
+    Sampling,
+    Spectra,
+)
+from specjax.model.kv_cache import KVCache
+from specjax.model.transformer import forward
+from specjax.speculation.sampling import probabilities
+
+PLACES = 3
+SAMPLING = Sampling(temperature=1.5, min_p=0.03, repetition_penalty=1.1)
+EXPECTED = 10  # rarer texts than this are counted together
+
+
+def main() -> int:
+    options = _options()
+    params = specjax.load(options.model)
+    prompt = _prompt(params, options)
+    layers = tuple(i for i in range(params.config.num_layers) if i % 4 != 3)
+    drafters = model_drafters(
+        params, specjax.load(options.draft), LayerSkip(layers, PLACES),
+        small_length=PLACES, cast_length=PLACES, levels_length=PLACES,
+    )  # fmt: skip
+    integers = specjax.quantize(params)
+    cases = {"plain": (params, specjax.Autoregressive())}
+    cases |= {name: (params, drafter) for name, drafter in drafters.items()}
+    cases |= {"QSpec, 4-bit target": (integers, specjax.QSpec(3, "a4"))}
+    cases |= {name: (params, drafter) for name, drafter in text_drafters(params, prompt).items()}
+    cases = {name: cases[name] for name in options.drafters or cases}
+    exact = {id(target): text_probabilities(target, prompt) for target in (params, integers)}
+    rows = []
+    for name, (target, drafter) in tqdm(cases.items(), file=sys.stderr):
+        texts = sampled_texts(target, prompt, drafter, options)
+        result = compare(texts, exact[id(target)])
+        rows.append({"model": options.model, "drafter": name, **result})
+        write(options.json, rows)
+    print(table(rows, list(rows[0])))
+    wrong = [row for row in rows if row["impossible"] or row["p_value"] < 1e-3 / len(rows)]
+    return 1 if wrong else 0
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--model", default="tiny-16bit", help="a 16-bit model")
+    add("--draft", required=True, help="a small model of the same tokenizer")
+    add("--drafters", nargs="+", help="names, such as 'two levels'; all of them if not given")
+    add("--samples", type=int, default=100_000)
+    add("--rows", type=int, default=500, help="samples per batch")
+    add("--prompt", type=int, default=3, help="tokens of real text")
+    return parse.parse_args()
+
+
+def _prompt(params: Params, options: Any) -> list[int]:
+    text = text_prompts(options.data, "arithmetic", 1)[0]
+    first = specjax.load_tokenizer(options.model).encode(text)[: options.prompt]
+    likely: tuple[int, ...] = ()
+    for _ in range(3):  # what is likely depends on what stands before
+        texts = text_probabilities(params, [*first, *likely, *first])
+        likely = max(texts, key=texts.__getitem__)
+    return [*first, *likely, *first]
+
+
+def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
+    """Drafts without a model; the datastore holds the prompt, as if others had written it."""
+    datastore = Datastore.create([np.array(prompt)] * 2, params.config.vocab_size)
+    core = Spectra(window=2, guesses=2, capacity=256)  # far more n-grams than a sample has
+    cast = specjax.quantize(params, "mxfp4", lm_head=True)
+    return {
+        "prompt lookup": PromptLookup(4),
+        "ANPD": NGram(4),
+        "Lookahead, W = G = 2": Lookahead(window=2, guesses=2),
+        "CORE, W = G = 2": core,
+        "retrieval": Retrieval(datastore),
+        "SPECTRA": Combined(core, Retrieval(datastore)),
+        "MXFP4 cast, CORE below": MultiLevel(DraftModel(cast, 4, share_cache=True), core),
+    }
+
+
+def text_probabilities(params: Params, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Every text of PLACES tokens that can follow, and how probable it is."""
+    texts = {(): 1.0}
+    for _ in range(PLACES):
+        following = _distributions(params, prompt, list(texts))
+        texts = {
+            (*text, int(token)): share * float(row[token])
+            for (text, share), row in zip(texts.items(), following, strict=True)
+            for token in np.flatnonzero(row)
+        }
+    return texts
+
+
+def _distributions(params: Params, prompt: list[int], texts: list[tuple[int, ...]]) -> np.ndarray:
+    """What the next token is drawn from after each of these texts, f64[texts, V]."""
+    rows = []
+    for begin in range(0, len(texts), 64):
+        tokens = jnp.array([[*prompt, *text] for text in texts[begin : begin + 64]])
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        cache = KVCache.create(params.config, *tokens.shape)
+        logits = forward(params, tokens, positions, cache)[0][:, -1]
+        seen = jax.nn.one_hot(tokens, params.config.vocab_size, dtype=bool).any(axis=1)
+        rows.append(np.asarray(probabilities(logits, SAMPLING, seen), np.float64))
+    return np.concatenate(rows)
+
+
+def sampled_texts(params: Params, prompt: list[int], drafter: Drafter, options: Any) -> np.ndarray:
+    """int[samples, PLACES]."""
+    rows = jnp.broadcast_to(jnp.array(prompt), (options.rows, len(prompt)))
+    texts = []
+    for batch in range(-(-options.samples // options.rows)):
+        result = specjax.decode(
+            params, rows, max_new_tokens=PLACES, drafter=drafter, sampling=SAMPLING,
+            key=jax.random.key(batch), stop_tokens=(),
+        )  # fmt: skip
+        texts.append(np.asarray(result.tokens[:, len(prompt) :]))
+    return np.concatenate(texts)[: options.samples]
+
+
+def compare(texts: np.ndarray, exact: dict[tuple[int, ...], float]) -> dict[str, Any]:
+    """Chi-square of the counts; texts that cannot be, at best none."""
+    observed = collections.Counter(map(tuple, texts.tolist()))
+    expected = np.array(list(exact.values())) * len(texts)
+    counted = np.array([observed[text] for text in exact])
+    rare = expected < EXPECTED
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counted = np.append(counted[~rare], counted[rare].sum())
+    kept = expected > 0
+    expected = expected[kept] * counted[kept].sum() / expected[kept].sum()
+    chi_square = stats.chisquare(counted[kept], expected)
+    return {
+        "samples": len(texts),
+        "texts": len(exact),
+        "cells": int(kept.sum()),
+        "impossible": len(texts) - int(counted.sum()),
+        "chi_square": float(chi_square.statistic),
+        "p_value": float(chi_square.pvalue),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What this machine can do: bytes and operations per second, which benchmarks divide by.
+
+On a CPU the kernels' own threads and vectors measure it (`pallas_kernels.cpu.probe`). On a GPU XLA
+does: bandwidth by a maximum over more memory than any cache has, peaks by large square products.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.support import common
+from pallas_kernels.cpu import probe
+
+BYTES = 400_000_000  # read by a CPU
+GPU_BYTES, GPU_SIDE = 2**32, 8192
+TRIES = 9
+
+
+def device_name() -> str:
+    """The GPU's name, or the processor's."""
+    where = common.environment()
+    return where["processor"] if jax.default_backend() == "cpu" else where["device"]
+
+
+def rates() -> dict[str, float]:
+    """ "read": bytes per second; "integer", "bfloat16", "float32": operations per second, where
+    they are known. The best of a few tries each."""
+    return _of_cpu() if jax.default_backend() == "cpu" else _of_gpu(GPU_BYTES, GPU_SIDE)
+
+
+def _of_cpu() -> dict[str, float]:
+    data = jnp.zeros(BYTES, jnp.uint8)
+    found = {"read": max(probe.read_bandwidth(data) for _ in range(TRIES))}
+    for arithmetic in probe.ARITHMETICS:
+        found[arithmetic] = max(probe.peak(arithmetic) for _ in range(TRIES))
+    return found
+
+
+def _of_gpu(size: int, side: int) -> dict[str, float]:
+    """Reads `size` bytes, multiplies matrices of `side` rows and columns."""
+    data = jnp.zeros(size // 4, jnp.int32)
+    found = {"read": size / _seconds(jnp.max, data)}
+    for name, dtype, result in (
+        ("integer", jnp.int8, jnp.int32),
+        ("bfloat16", jnp.bfloat16, jnp.float32),
+    ):
+        matrix = jnp.ones((side, side), dtype)
+
+        def square(x: jax.Array, result: jnp.dtype = result) -> jax.Array:
+            contract_last = (((1,), (1,)), ((), ()))
+            return jax.lax.dot_general(x, x, contract_last, preferred_element_type=result)
+
+        found[name] = 2 * side**3 / _seconds(square, matrix)
+    return found
+
+
+def _seconds(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """The shortest of a few calls, each of which takes a millisecond or more."""
+    compiled = jax.jit(function).lower(x).compile()
+    jax.block_until_ready(compiled(x))
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(x))
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,191 @@
+"""Is what `specjax evaluate` says right, and does it survive?
+
+table      QSpec's table 3 on one model, quantized by Atom and by QuaRot: no answer of QSpec may
+           differ from W4A16's
+harness    PIQA's choices and GSM8K's answers, item by item those of lm-evaluation-harness with
+           specjax as its model (`pip install "specjax[lm-eval]"`)
+kills      a run that is killed ten times at random, and taken up again each time: its file must
+           be byte for byte that of a run that was left alone
+
+python -m benchmarks.quality.evaluation --json OUT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import specjax
+from benchmarks.support.common import parser, table, write
+from checkpoints_tools.quantize.calibration import calibration_tokens
+from specjax.evaluation import evaluate
+from specjax.evaluation.table import fidelity_rows
+
+TASKS = ("gsm8k", "humaneval", "piqa", "winogrande", "wikitext2")
+KILLS = 10
+HARNESS_TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
+test_split: test
+{rest}
+"""
+HARNESS_TASKS = {
+    "piqa": """
+output_type: multiple_choice
+doc_to_text: "Question: {{goal}}\\nAnswer:"
+doc_to_target: label
+doc_to_choice: "{{[sol1, sol2]}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "gsm8k": """
+output_type: generate_until
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n", "\\nQuestion:"], max_gen_toks: 64}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+def main() -> int:
+    options = _options()
+    rows: list[dict[str, Any]] = []
+    for part in options.parts:
+        new = [{"part": part, **row} for row in PARTS[part](options)]
+        print(table(new, list(new[0])), flush=True)
+        rows += new
+        write(options.json, rows)
+    return int(any(row["differing"] for row in rows if row.get("method") not in ("W4A8", "W4A4")))
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    add("--model", default="tiny-16bit", help="a 16-bit model")
+    add("--limit", type=int, default=24, help="items per task")
+    add("--max-new-tokens", type=int, default=64)
+    add("--batch", type=int, default=8)
+    return parse.parse_args()
+
+
+def _table(options: Any) -> list[dict[str, Any]]:
+    model = specjax.load(options.model)
+    tokenizer = specjax.load_tokenizer(options.model)
+    lines = (options.data / "prompts" / "gsm8k_train.jsonl").read_text().splitlines()
+    calibration = calibration_tokens("\n".join(lines[:400]), tokenizer, length=256)
+    rows = []
+    for scheme, method in (("Atom", "atom"), ("QuaRot", "quarot+gptq")):
+        quantized = specjax.quantize(model, method, calibration=calibration)
+        for row in fidelity_rows(
+            scheme, quantized, tokenizer, TASKS, options.data, rows=options.batch,
+            limit=options.limit, shots=1, max_new_tokens=options.max_new_tokens,
+        ):  # fmt: skip
+            metrics = {result.task: next(iter(result.metrics.values())) for result in row.results}
+            counts = {"answers": len(row.compared), "differing": row.compared.count(False)}
+            rows.append({"model": scheme, "method": row.method, **counts, **metrics})
+    return rows
+
+
+def _harness(options: Any) -> list[dict[str, Any]]:
+    params, tokenizer = specjax.load("tiny"), specjax.load_tokenizer("tiny")
+    samples = _harness_samples(params, tokenizer, options)
+    settings = {
+        "rows": options.batch, "limit": options.limit, "shots": 0, "max_new_tokens": 64,
+    }  # fmt: skip
+    chosen, written = evaluate(params, tokenizer, ["piqa", "gsm8k"], options.data, **settings)
+    differing = {
+        "piqa": sum(
+            bool(theirs[metric]) != own[name]
+            for theirs, own in zip(samples["piqa"], chosen.records, strict=True)
+            for metric, name in (("acc", "correct"), ("acc_norm", "correct per character"))
+        ),
+        "gsm8k": sum(
+            theirs["filtered_resps"] != [own["text"]]
+            for theirs, own in zip(samples["gsm8k"], written.records, strict=True)
+        ),
+    }
+    return [
+        {"task": task, "items": options.limit, "differing": count}
+        for task, count in differing.items()
+    ]
+
+
+def _harness_samples(params: Any, tokenizer: Any, options: Any) -> dict[str, list[dict[str, Any]]]:
+    """By task, the harness's records of the items, in their order."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when its libraries are imported
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from specjax.evaluation.lm_eval import SpecjaxLM
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        for name, rest in HARNESS_TASKS.items():
+            data = options.data / "prompts" / ("piqa" if name == "piqa" else "gsm8k_test")
+            file = Path(folder) / f"{name}.jsonl"
+            lines = data.with_suffix(".jsonl").read_text().splitlines()
+            file.write_text("\n".join(lines[: options.limit]) + "\n")
+            text = HARNESS_TASK.format(name=name, file=file, cache=folder, rest=rest)
+            (Path(folder) / f"{name}.yaml").write_text(text)
+        samples = lm_eval.simple_evaluate(
+            model=SpecjaxLM(params, tokenizer, rows=options.batch), tasks=list(HARNESS_TASKS),
+            task_manager=TaskManager(include_path=folder, include_defaults=False),
+            bootstrap_iters=0,
+        )["samples"]  # fmt: skip
+    return {name: sorted(each, key=lambda one: one["doc_id"]) for name, each in samples.items()}
+
+
+def _kills(options: Any) -> list[dict[str, Any]]:
+    rng = random.Random(5)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = Path(folder) / "whole.jsonl", Path(folder) / "killed.jsonl"
+        subprocess.run(_command(options, whole), check=True, stdout=subprocess.DEVNULL)
+        items, kept = len(whole.read_bytes().splitlines()) - 1, []
+        for _ in range(KILLS):
+            kept.append(_kill(options, killed, rng))
+        subprocess.run(_command(options, killed), check=True, stdout=subprocess.DEVNULL)
+        same = whole.read_bytes() == killed.read_bytes()
+    return [{"items": items, "kept": kept, "differing": int(not same)}]
+
+
+def _command(options: Any, out: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "specjax.cli", "evaluate", *TASKS, "--model", "tiny", "--data",
+        str(options.data), "--limit", "24", "--batch", "4", "--shots", "1", "--max-new-tokens",
+        str(options.max_new_tokens), "--out", str(out),
+    ]  # fmt: skip
+
+
+def _kill(options: Any, out: Path, rng: random.Random) -> int:
+    """Starts a run and kills it some items later. Returns the lines that the file then has."""
+    lines = len(out.read_bytes().splitlines()) if out.exists() else 1
+    process = subprocess.Popen(
+        _command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    goal = lines + rng.randint(1, 6)
+    while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < goal):
+        time.sleep(rng.random() / 50)
+    time.sleep(rng.random() / 3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return out.read_bytes().count(b"\n")
+
+
+PARTS: dict[str, Callable[[Any], list[dict[str, Any]]]] = {
+    "table": _table,
+    "harness": _harness,
+    "kills": _kills,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

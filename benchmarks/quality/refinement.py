@@ -1,0 +1,154 @@
+"""What is a corpus worth that was refined by perplexity (SPECTRA, section 3.2), and why so much?
+
+Tokens that a look-up gains, in text that the model wrote, from datastores of the same corpora: of
+all their sequences, of half or a quarter of them at random, and of those that the model finds the
+least or the most surprising. No drafts are verified: what plain decoding wrote is what any drafter
+would have led to. Every look-up has the budget of REST, 64 nodes.
+
+    python -m benchmarks.quality.refinement --json OUT
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import specjax
+from benchmarks.quality.compression import KINDS, corpora, write_corpus
+from benchmarks.support.common import pad, parser, table, text_prompts, write
+from specjax import Autoregressive, Datastore, Params, Retrieval, Sampling
+from specjax.evaluation.corpus import score_sequences, tokenize
+from specjax.generation.decoding import start
+from specjax.speculation.state import DecodeState, Proposal
+
+
+def main() -> None:
+    options = _options()
+    params, tokenizer = specjax.load(options.model), specjax.load_tokenizer(options.model)
+    texts = [text for kind in KINDS for text in text_prompts(options.data, kind, options.prompts)]
+    prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
+    written = {
+        "greedy": _written(params, prompts, None, options),
+        "sampled": _written(params, prompts, Sampling(temperature=1.0), options),
+    }
+    sequences, shares, nats = _scored(params, tokenizer, options)
+    rows = []
+    for name, chosen in tqdm(_choices(shares).items(), file=sys.stderr):
+        kept = [sequences[index] for index in np.flatnonzero(chosen)]
+        store = Datastore.create(kept, params.config.vocab_size)
+        row = {
+            "datastore": name, "sequences": len(kept), "tokens": store.suffixes.shape[0],
+            "nats": float(nats[chosen].mean()),
+        }  # fmt: skip
+        for decoding, state in written.items():
+            gained = gained_per_prompt(params, Retrieval(store), state, options.max_new_tokens)
+            row[decoding] = float(gained.mean())
+            row[f"{decoding}_error"] = float(gained.std(ddof=1) / len(gained) ** 0.5)
+        rows.append(row)
+        write(options.json, rows)
+    print(table(rows, list(rows[0])))
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--model", default="tiny")
+    add("--prompts", type=int, default=25, help="prompts per kind")
+    add("--max-prompt", type=int, default=160, help="tokens of a prompt that are used")
+    add("--max-new-tokens", type=int, default=128)
+    add("--sequences", type=int, default=2000, help="texts per corpus")
+    return parse.parse_args()
+
+
+def _written(
+    params: Params, prompts: list[list[int]], sampling: Sampling | None, options: Any
+) -> DecodeState:
+    """All prompts as before the first round, but with what plain decoding writes after them."""
+    tokens, lengths = pad(prompts, max(map(len, prompts)))
+    key = None if sampling is None else jax.random.key(0)
+    arguments: dict[str, Any] = {
+        "prompt_lengths": lengths, "drafter": Autoregressive(), "sampling": sampling, "key": key,
+        "max_new_tokens": options.max_new_tokens, "stop_tokens": (),
+    }  # fmt: skip
+    state = start(params, tokens, **arguments)
+    result = specjax.decode(params, tokens, **arguments)
+    return dataclasses.replace(state, tokens=result.tokens)
+
+
+def _scored(
+    params: Params, tokenizer: specjax.text.Tokenizer, options: Any
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """The sequences of all corpora; the share of its corpus that is less surprising; nats."""
+    sequences: list[np.ndarray] = []
+    shares, nats = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, texts in corpora(options).items():
+            corpus = write_corpus(Path(folder, f"{name}.jsonl"), texts)
+            own = tokenize(tokenizer, corpus, 256)
+            nats.append(score_sequences(params, own, Path(folder, f"{name}.scores"), 8))
+            shares.append(np.argsort(np.argsort(nats[-1], kind="stable")) / len(own))
+            sequences += own
+    return sequences, np.concatenate(shares), np.concatenate(nats)
+
+
+def _choices(shares: np.ndarray) -> dict[str, np.ndarray]:
+    """Which sequences a datastore holds."""
+    chance = np.random.default_rng(0).random(len(shares))
+    quarters = {
+        f"{name} quarter": (shares >= 0.25 * index) & (shares < 0.25 * (index + 1))
+        for index, name in enumerate(("least surprising", "second", "third", "most surprising"))
+    }
+    return {
+        "all": shares >= 0,
+        "a random half": chance < 0.5,
+        "the less surprising half": shares < 0.5,
+        "the more surprising half": shares >= 0.5,
+        "a random quarter": chance < 0.25,
+        **quarters,
+    }
+
+
+def gained_per_prompt(
+    params: Params, drafter: Retrieval, state: DecodeState, new_tokens: int
+) -> np.ndarray:
+    """Tokens that a proposal gains at an average place of what was written, f64[prompts]."""
+
+    @jax.jit
+    def propose(drafter: Retrieval, state: DecodeState) -> Proposal:
+        return drafter.propose(params, state)[0]
+
+    prompts = np.asarray(state.lengths)
+    places = range(new_tokens - drafter.depth)
+    total = np.zeros(len(prompts))
+    for place in places:
+        lengths = prompts + place
+        proposal = propose(drafter, dataclasses.replace(state, lengths=lengths))
+        following = lengths[:, None] + np.arange(drafter.depth)
+        total += _gained(proposal, np.take_along_axis(np.asarray(state.tokens), following, axis=1))
+    return total / len(places)
+
+
+def _gained(proposal: Proposal, following: np.ndarray) -> np.ndarray:
+    """The longest path of each row's tree that came. following: int[B, depth] -> int[B]."""
+    tokens, parents = np.asarray(proposal.tokens), np.asarray(proposal.parents)
+    meant = np.arange(tokens.shape[1]) < np.asarray(proposal.counts)[:, None]
+    rows = np.arange(len(tokens))
+    depths = np.zeros(tokens.shape, int)  # of the nodes that came, 0 of the others
+    for node in range(tokens.shape[1]):
+        root = parents[:, node] < 0
+        above = np.where(root, 0, depths[rows, parents[:, node]])
+        came = (root | (above > 0)) & meant[:, node]
+        came &= tokens[:, node] == following[rows, above]
+        depths[:, node] = np.where(came, above + 1, 0)
+    return depths.max(axis=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""One decode step of a 1-billion-parameter model: tokens per second, and where the time goes.
+
+Llama-3.2-1B's shape with random weights. A step is one forward pass for `new_tokens` tokens per row
+(1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention"
+are the same calls with the same operands, alone.
+
+    python -m benchmarks.speed.decode_step --json OUT [--batch 1 8] [--context 128 2048]
+        [--cache-bits 16] [--peers PYTHON]
+
+`--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
+`benchmarks/peers/` says; each case is then measured with them too, right after ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import peers
+from benchmarks.support import common
+from pallas_kernels.attention import attention
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
+from specjax.model.config import ModelConfig
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Layer, Linear, Params, linear_shapes, prepack
+from specjax.model.transformer import forward, linear, linears
+from specjax.speculation.sampling import greedy
+
+CONFIG = ModelConfig(**peers.SHAPE, tie_word_embeddings=False, dtype="bfloat16")
+STEPS, ROUNDS = peers.STEPS, peers.ROUNDS
+PEERS = ("llama_cpp", "openvino")
+
+
+def random_params(head: str) -> Params:
+    """Random 4-bit layers, a 16-bit embedding, and a head of 4 or 16 bits."""
+    rng = np.random.default_rng(0)
+
+    def int4(n: int, k: int) -> Weight:
+        packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), dtype=np.uint8))
+        scales = jnp.asarray(rng.uniform(0.001, 0.004, (n, k // 128)), jnp.bfloat16)
+        return Int4Weight(packed, scales, k)
+
+    def wide(n: int, k: int) -> Weight:
+        row = jnp.asarray(rng.normal(size=(1, k)) * 0.02, jnp.bfloat16).view(jnp.uint16)
+        return Bfloat16Weight(jnp.tile(row, (n, 1)))
+
+    ones = jnp.ones(CONFIG.hidden_size, jnp.bfloat16)
+    layers = tuple(
+        Layer(
+            attention_norm=ones, mlp_norm=ones,
+            **{name: Linear(int4(*shape)) for name, shape in linear_shapes(CONFIG).items()},
+        )
+        for _ in range(CONFIG.num_layers)
+    )  # fmt: skip
+    shape = (CONFIG.vocab_size, CONFIG.hidden_size)
+    lm_head = Linear(int4(*shape) if head == "int4" else wide(*shape))
+    return prepack(Params(wide(*shape), layers, ones, lm_head, CONFIG))
+
+
+@partial(jax.jit, static_argnames=("new_tokens", "activation"), donate_argnames="cache")
+def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -> KVCache:
+    """STEPS decode steps (or verifications of `new_tokens` tokens), none of which is kept."""
+    rows = cache.lengths.shape[0]
+
+    def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+        tokens, cache = carry
+        # No token is below 0, which the compiler does not know: it must not take what belongs to a
+        # position, such as its sines, out of the loop.
+        lengths = cache.lengths + jnp.minimum(tokens[:, 0], 0)
+        cache = cache.with_lengths(lengths)
+        positions = lengths[:, None] + jnp.arange(new_tokens)
+        logits, cache = forward(params, tokens, positions, cache, activation=activation)
+        return greedy(logits), cache
+
+    tokens = jnp.ones((rows, new_tokens), jnp.int32)
+    return lax.fori_loop(0, STEPS, step, (tokens, cache))[1]
+
+
+@partial(jax.jit, static_argnames=("rows", "activation"))
+def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
+    """The matrix products of STEPS passes, each waiting for the one before."""
+
+    def after(x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + (0 * y[:1, :1]).astype(x.dtype)
+
+    def step(_: int, x: jax.Array) -> jax.Array:
+        for layer in params.layers:
+            x = after(x, linears(x, (layer.q, layer.k, layer.v), activation)[2])
+            x = after(x, linear(x, layer.o, activation))
+            x = after(x, linears(x, (layer.gate, layer.up), activation)[1])
+            wide = jnp.tile(x, (1, CONFIG.intermediate_size // CONFIG.hidden_size))
+            x = after(x, linear(wide, layer.down, activation))
+        return after(x, linear(x, params.head, activation))
+
+    x = jnp.ones((rows, CONFIG.hidden_size), jnp.bfloat16)
+    return lax.fori_loop(0, STEPS, step, x)
+
+
+@partial(jax.jit, static_argnames="new_tokens")
+def attentions(cache: KVCache, *, new_tokens: int) -> jax.Array:
+    """The attention of STEPS passes."""
+    rows = cache.lengths.shape[0]
+    positions = cache.lengths[:, None] + jnp.arange(new_tokens)
+
+    def step(_: int, q: jax.Array) -> jax.Array:
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            mixed = attention(
+                q, keys, values, cache.lengths, positions, None,
+                window=None, head_scale=CONFIG.head_dim**-0.5,
+            )  # fmt: skip
+            q = q + (0 * mixed).astype(q.dtype)
+        return q
+
+    shape = (rows, new_tokens, CONFIG.num_heads, CONFIG.head_dim)
+    return lax.fori_loop(0, STEPS, step, jnp.ones(shape, jnp.bfloat16))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Median seconds per step."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - start) / STEPS)
+    return statistics.median(times[1:])
+
+
+def measure(
+    params: Params, batch: int, context: int, cache_bits: int, new_tokens: int, activation: str
+) -> dict[str, Any]:
+    """One line of the table."""
+    cache = KVCache.create(CONFIG, batch, context + new_tokens, cache_bits)
+    cache = cache.with_lengths(jnp.full(batch, context, jnp.int32))
+    parts = {
+        "matmuls": seconds(lambda: matmuls(params, rows=batch * new_tokens, activation=activation)),
+        "attention": seconds(lambda: attentions(cache, new_tokens=new_tokens)),
+    }
+    kept = [cache]  # each call takes the cache and gives it back
+
+    def run() -> KVCache:
+        kept[0] = whole(params, kept[0], new_tokens=new_tokens, activation=activation)
+        return kept[0]
+
+    step = seconds(run)
+    return {
+        "engine": "specjax", "head": type(params.head.weight).__name__, "activation": activation,
+        "batch": batch, "context": context, "cache_bits": cache_bits, "new_tokens": new_tokens,
+        "step_ms": 1e3 * step, "matmuls_ms": 1e3 * parts["matmuls"],
+        "attention_ms": 1e3 * parts["attention"], "rest_ms": 1e3 * (step - sum(parts.values())),
+        "tokens_per_second": batch * new_tokens / step,
+    }  # fmt: skip
+
+
+def measure_peers(python: str, batch: int, context: int) -> list[dict[str, Any]]:
+    """The lines of the peers that the environment of `python` has; a word about those it lacks."""
+    lines = []
+    for name in PEERS:
+        module = ["-m", f"benchmarks.peers.{name}"]
+        case = ["--batch", str(batch), "--context", str(context)]
+        run = subprocess.run(
+            [python, *module, *case], cwd=common.ROOT, capture_output=True, text=True
+        )
+        lines += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+        if run.returncode:
+            reason = run.stderr.strip().splitlines()[-1:]
+            print(f"{name} was not measured: {''.join(reason)}", file=sys.stderr)
+    return lines
+
+
+def compare(lines: list[dict[str, Any]]) -> None:
+    """Adds to each of our lines of a case its tokens per second over the best peer's."""
+    ours = [line for line in lines if line["engine"] == "specjax"]
+    theirs = [line["tokens_per_second"] for line in lines if line["engine"] != "specjax"]
+    for line in ours:
+        if line["new_tokens"] == 1 and theirs:
+            line["over_best_peer"] = line["tokens_per_second"] / max(theirs)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
+    parser.add_argument("--cache-bits", nargs="+", type=int, default=[16])
+    parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
+    parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
+    options = parser.parse_args()
+    models = [random_params(head) for head in options.heads]
+    lines = []
+    for batch, context in itertools.product(options.batch, options.context):
+        case = [
+            measure(params, batch, context, cache_bits, new_tokens, activation)
+            for params in models
+            for cache_bits in options.cache_bits
+            for new_tokens in options.new_tokens
+            for activation in ("a16", "a8")
+        ]
+        if options.peers:
+            case += measure_peers(options.peers, batch, context)
+            compare(case)
+        print(common.table(case, list(case[0])), flush=True)
+        lines += case
+    common.write(options.json, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Does the planner predict the speed-up that is then measured?
+
+Each kind of drafter is measured once (`specjax.planning.measure`: acceptance and pass times at its
+longest drafts); the formula then predicts other draft lengths, and each of these decodes the same
+prompts. Drafters and plain decoding take turns, and the prompts' passes are not counted. Compared
+with the prediction is the ratio of times that all prompts take, of each the median over the turns.
+Ends with status 1 if one is off by more than 10 %.
+
+    python -m benchmarks.speed.planner --json OUT [--model DIR] [--draft DIR]
+
+With `--widen` the models are widened to a billion parameters (`benchmarks.support.widen`), so that
+passes
+cost what they cost there and not what starting them does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+import specjax
+from benchmarks.support.common import pad, parser, table, text_prompts, write
+from benchmarks.support.widen import DRAFT, LARGE, widen
+from specjax import planning
+from specjax.generation.decoding import start
+from specjax.speculation.rounds import step
+from specjax.speculation.state import DecodeState
+
+BOUND = 0.1
+LENGTHS = {  # of each kind: the first is measured, the others are predicted
+    "mxfp4 cast": ((8,), (2,), (4,), (6,)),
+    "int8 cast": ((8,), (2,), (4,)),
+    "half the layers": ((4,), (1,), (2,)),
+    "two levels": ((8, 3), (4, 2), (6, 2), (6, 3)),
+}
+
+
+def main() -> int:
+    options = _options()
+    params = specjax.load(options.model)
+    if options.widen:
+        params = widen(params, **LARGE)
+    tokenizer = specjax.load_tokenizer(options.model)
+    texts = text_prompts(options.data, "arithmetic", options.prompts)
+    prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
+    predicted: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {}
+    for kind in options.kinds:
+        longest, *others = LENGTHS[kind]
+        first = _drafter(kind, longest, params, options)
+        found = planning.measure(
+            params, first, prompts, rows=options.batch, max_new_tokens=options.max_new_tokens
+        )
+        drafters: dict[str, specjax.Drafter] = {"plain": specjax.Autoregressive()}
+        for lengths in others:
+            name = f"{kind}, {'+'.join(map(str, lengths))}"
+            drafters[name] = _with_lengths(first, lengths)
+            levels = [
+                dataclasses.replace(level, draft_length=n)
+                for level, n in zip(found.levels, lengths, strict=True)
+            ]
+            tokens = options.max_new_tokens
+            rounds = planning.expected_rounds(tokens, levels[0].acceptance, lengths[0])
+            predicted[name] = {
+                "predicted_tokens": tokens / rounds,
+                "predicted": planning.speedup(levels, found.draft_cost, tokens),
+            }
+        measured |= _measure(params, prompts, drafters, options)  # before the machine changes
+    rows = [
+        {
+            "model": Path(options.model).name + (", widened" if options.widen else ""),
+            "batch": options.batch,
+            "drafter": name,
+            **values,
+            **measured[name],
+            "error": values["predicted"] / measured[name]["measured"] - 1,
+        }
+        for name, values in predicted.items()
+    ]
+    print(table(rows, list(rows[0])))
+    write(options.json, rows)
+    return int(any(abs(row["error"]) > BOUND for row in rows))
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--model", default="tiny-16bit", help="a 16-bit model")
+    add("--draft", help="a small model for the last level; half the layers if left out")
+    add("--widen", action="store_true", help="models of a billion parameters")
+    add("--kinds", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
+    add("--batch", type=int, default=1)
+    add("--prompts", type=int, default=8, help="a multiple of the batch")
+    add("--max-prompt", type=int, default=96)
+    add("--max-new-tokens", type=int, default=96)
+    add("--repeats", type=int, default=3)
+    return parse.parse_args()
+
+
+def _drafter(
+    kind: str, lengths: tuple[int, ...], params: specjax.Params, options: Any
+) -> specjax.Drafter:
+    """A drafter of that kind."""
+    half = specjax.LayerSkip(tuple(range((params.config.num_layers + 1) // 2)), lengths[-1])
+    if kind == "half the layers":
+        return half
+    method = "int8" if kind == "int8 cast" else "mxfp4"
+    cast = specjax.quantize(params, method, lm_head=True)
+    outer = specjax.DraftModel(cast, lengths[0], share_cache=True)
+    if kind != "two levels":
+        return outer
+    if options.draft is None:
+        return specjax.MultiLevel(outer, half)
+    small = specjax.load(options.draft)
+    if options.widen:
+        small = widen(small, **DRAFT | {"vocab_size": LARGE["vocab_size"]})
+    small = specjax.quantize(small, "mxfp4", lm_head=True)
+    return specjax.MultiLevel(outer, specjax.DraftModel(small, lengths[1]))
+
+
+def _with_lengths(drafter: Any, lengths: tuple[int, ...]) -> specjax.Drafter:
+    """The drafter with other draft lengths, one per level."""
+    if isinstance(drafter, specjax.MultiLevel):
+        outer = dataclasses.replace(drafter.outer, draft_length=lengths[0])
+        return specjax.MultiLevel(outer, _with_lengths(drafter.inner, lengths[1:]))
+    return dataclasses.replace(drafter, draft_length=lengths[0])
+
+
+@partial(jax.jit, donate_argnames="state")
+def _run(params: specjax.Params, state: DecodeState, drafter: specjax.Drafter) -> DecodeState:
+    """All rounds."""
+    return lax.while_loop(
+        lambda state: ~state.finished.all(), lambda state: step(params, state, drafter)[0], state
+    )
+
+
+def _measure(
+    params: specjax.Params,
+    prompts: list[list[int]],
+    drafters: dict[str, specjax.Drafter],
+    options: Any,
+) -> dict[str, dict[str, float]]:
+    """The speed-up of every drafter over the one named plain, and its tokens per round."""
+    width = max(map(len, prompts))
+
+    def run(drafter: specjax.Drafter, first: int) -> tuple[float, np.ndarray]:
+        """Seconds, and the tokens and rounds of some prompts."""
+        tokens, lengths = pad(prompts[first : first + options.batch], width)
+        state = start(
+            params, tokens, prompt_lengths=lengths, drafter=drafter,
+            max_new_tokens=options.max_new_tokens, stop_tokens=(),
+        )  # fmt: skip
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(_run(params, state, drafter))
+        seconds = time.perf_counter() - begin
+        return seconds, np.array([state.stats.generated.sum(), state.stats.rounds.sum()])
+
+    for drafter in drafters.values():
+        run(drafter, 0)  # compiles
+    seconds = dict.fromkeys(drafters, 0.0)
+    counts = {name: np.zeros(2) for name in drafters}
+    for first in range(0, len(prompts), options.batch):
+        turns = [
+            {name: run(drafter, first) for name, drafter in drafters.items()}
+            for _ in range(options.repeats)
+        ]
+        for name in drafters:
+            seconds[name] += statistics.median(turn[name][0] for turn in turns)
+            counts[name] += turns[0][name][1]
+    return {
+        name: {
+            "measured_tokens": float(counts[name][0] / counts[name][1]),
+            "measured": seconds["plain"] / seconds[name],
+        }
+        for name in drafters
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What every benchmark needs: where it ran, real prompts, and a JSON file for the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+import specjax
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# Read at the start: a long run must name the code that it ran, not what came after.
+COMMIT = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+).stdout.strip()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    default = os.environ.get("SPECJAX_DATA", ROOT.parent / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=Path(default), help="folder of real data")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    return parser
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "specjax": specjax.__version__,
+        "commit": COMMIT,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows with their environment, if a file was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        head = json.dumps(environment(), indent=1)
+        path.write_text(f'{{"environment": {head},\n "rows": [\n  {lines}\n]}}\n')
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """A Markdown table of some columns; a cell that a row lacks stays empty."""
+
+    def cell(value: Any) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[cell(row.get(name, "")) for name in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def text_prompts(data: Path, kind: str, count: int) -> list[str]:
+    """`count` real prompts of a kind: "arithmetic", "python", "chat" or "prose"."""
+    if kind == "arithmetic":
+        items = _jsonl(data / "prompts" / "gsm8k_test.jsonl", count)
+        return [f"Question: {item['question']}\nAnswer:" for item in items]
+    if kind == "python":
+        return [item["prompt"] for item in _jsonl(data / "prompts" / "humaneval.jsonl", count)]
+    if kind == "chat":
+        return [item["turns"][0] for item in _jsonl(data / "prompts" / "mt_bench.jsonl", count)]
+    if kind == "prose":
+        text = (data / "texts" / "wikitext2_valid.txt").read_text()
+        paragraphs = [p.strip() for p in text.split("\n") if len(p) > 400]
+        return [" ".join(p.split()[:30]) for p in paragraphs[:count]]
+    raise ValueError(f"kind must be arithmetic, python, chat or prose, got {kind!r}")
+
+
+def _jsonl(path: Path, count: int) -> list[dict[str, Any]]:
+    with path.open() as lines:
+        return [json.loads(line) for _, line in zip(range(count), lines, strict=False)]
+
+
+def pad(prompts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as a right-padded array int32[B, width] and their lengths int32[B]."""
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    return tokens, np.array([len(prompt) for prompt in prompts], np.int32)

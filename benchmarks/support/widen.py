@@ -1,0 +1,174 @@
+"""A large model that computes what a small one computes: real behaviour at a large shape's cost.
+
+No trained model of a billion parameters is at hand, and a random one accepts drafts by accident
+alone. So a small trained model is put into the corner of a large one:
+
+- what writes to the residual stream (o, down) is zero but for the small weights, so the added
+  features of the stream stay zero; what reads it (q, k, v, gate, up) has random weights around
+  them. Added heads, feed-forward features and layers compute something, which nobody hears;
+- a norm's mean is over more features: its scale (in float32) and epsilon make up for that;
+- query heads stay with their key-value head, and small features come first, so every quantization
+  group whose size divides the small model's sizes holds the numbers that it holds there: a
+  quantized draft errs as the small model's does;
+- added tokens are never chosen: one added feature of the stream is a constant, too small to move a
+  norm, that the last norm magnifies and their rows of the head take away.
+
+What this measures: bytes and operations of the large shape, acceptance of the small model's text.
+What it does not: how well a model of this size agrees with its own casts. Those of larger models
+err less (ML-SpecQD accepts more than 90 % of an MXFP4 cast's drafts), so acceptance is rather
+underestimated. And most layers do nothing: leaving those out alone would be free. A small layer
+therefore stands for the block of layers that begins with it (`layer_blocks`), and a draft skips
+whole blocks. Nothing here may be used to find out which layers a large model can spare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.formats import Bfloat16Weight, Quantized, plain_values, plain_weight
+from specjax.model.config import ModelConfig
+from specjax.model.params import LINEARS, Layer, Linear, Params, linear_shapes, prepack
+
+# Llama-3.2-1B, with Llama 2's number of tokens: the small models share a vocabulary of 4096.
+LARGE = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16, "num_heads": 32,
+    "num_kv_heads": 8, "vocab_size": 32768,
+}  # fmt: skip
+# A twentieth of it: the shape of Llama-68M, ML-SpecQD's small draft, with a layer more.
+DRAFT = LARGE | {
+    "hidden_size": 768, "intermediate_size": 3072, "num_layers": 3, "num_heads": 12,
+    "num_kv_heads": 4,
+}  # fmt: skip
+
+_CONSTANT = 2.0**-20  # its square vanishes beside the other features' in a norm's mean
+_NEVER = -(2.0**15)  # in the logit of an added token, over the last norm's root
+_WRITING = ("o", "down")
+
+
+def widen(params: Params, *, seed: int = 0, **sizes: int) -> Params:
+    """The same function in a larger shape.
+
+    Args:
+      params: an unquantized model without biases and query norms, with tied embeddings.
+      seed: of the added weights.
+      sizes: the fields of `ModelConfig` to enlarge, such as `LARGE`'s; head_dim stays.
+
+    Returns:
+      A model of these sizes. Its logits of the small model's tokens are the small model's.
+
+    Raises:
+      ValueError: the model is of another kind, or a size does not hold it.
+    """
+    small = params.config
+    wide = dataclasses.replace(small, **sizes)
+    wide = dataclasses.replace(
+        wide, rms_norm_eps=small.rms_norm_eps * small.hidden_size / wide.hidden_size
+    )
+    _check(params, wide)
+    rng = np.random.default_rng(seed)
+    places = dict(zip(first_layers(small, wide), params.layers, strict=True))
+    large = Params(
+        embedding=_embedding(params, wide, rng),
+        layers=tuple(_layer(places.get(i), small, wide, rng) for i in range(wide.num_layers)),
+        final_norm=_norm(params.final_norm, wide, added=1 / _CONSTANT),
+        lm_head=None,
+        config=wide,
+    )
+    return prepack(large)
+
+
+def first_layers(small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:
+    """Where the small model's layers are in the large one."""
+    return tuple(i * wide.num_layers // small.num_layers for i in range(small.num_layers))
+
+
+def layer_blocks(kept: Sequence[int], small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:
+    """The large model's layers that stand for some of the small one's."""
+    ends = (*first_layers(small, wide), wide.num_layers)
+    return tuple(layer for i in kept for layer in range(ends[i], ends[i + 1]))
+
+
+def _check(params: Params, wide: ModelConfig) -> None:
+    small = params.config
+    if any(isinstance(linear.weight, Quantized) for linear in params.linears()):
+        raise ValueError("params must be unquantized: widen first, then quantize")
+    extras = ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "hadamard")
+    odd = [name for name in extras if getattr(small, name)]
+    if odd or not small.tie_word_embeddings:
+        raise ValueError(f"params must be tied and plain, got {', '.join(odd) or 'an own head'}")
+    for name in LARGE:
+        if getattr(wide, name) < getattr(small, name):
+            raise ValueError(f"{name} must be at least the small model's {getattr(small, name)}")
+    if wide.head_dim != small.head_dim or wide.hidden_size == small.hidden_size:
+        raise ValueError("head_dim must stay and hidden_size grow")
+    if wide.num_heads // wide.num_kv_heads < small.num_heads // small.num_kv_heads:
+        raise ValueError(
+            "num_heads / num_kv_heads must be at least the small model's "
+            f"{small.num_heads // small.num_kv_heads}"
+        )
+
+
+def _layer(
+    layer: Layer | None, small: ModelConfig, wide: ModelConfig, rng: np.random.Generator
+) -> Layer:
+    """The large layer around a small one; None: a layer that nobody hears."""
+    queries, stream = _query_rows(small, wide), np.arange(small.hidden_size)
+    features = np.arange(small.intermediate_size)
+    keys = np.arange(small.num_kv_heads * small.head_dim)
+    rows = {"q": queries, "k": keys, "v": keys, "gate": features, "up": features}
+    columns = {"o": queries, "down": features}
+    weights = {}
+    for name, shape in linear_shapes(wide).items():
+        fill = jnp.zeros(shape) if name in _WRITING else _random(shape, rng)
+        if layer is not None:
+            values = plain_values(getattr(layer, name).weight)
+            place = np.ix_(rows.get(name, stream), columns.get(name, stream))
+            fill = fill.at[place].set(values.astype(jnp.float32))
+        weights[name] = Linear(_held(fill, wide))
+    ones = jnp.ones(small.hidden_size)
+    norms = (ones, ones) if layer is None else (layer.attention_norm, layer.mlp_norm)
+    assert set(weights) == set(LINEARS)
+    return Layer(attention_norm=_norm(norms[0], wide), mlp_norm=_norm(norms[1], wide), **weights)
+
+
+def _embedding(
+    params: Params, wide: ModelConfig, rng: np.random.Generator
+) -> jax.Array | Bfloat16Weight:
+    """Small rows, then zeros and the constant; rows of added tokens are random but for that."""
+    values = plain_values(params.embedding).astype(jnp.float32)
+    v, d = values.shape
+    table = _random((wide.vocab_size, wide.hidden_size), rng)
+    table = table.at[v:, d].set(_NEVER)
+    table = table.at[:v].set(0).at[:v, :d].set(values).at[:v, d].set(_CONSTANT)
+    return _held(table, wide)
+
+
+def _query_rows(small: ModelConfig, wide: ModelConfig) -> np.ndarray:
+    """Where the small queries' features are among the large ones: with their key-value head."""
+    heads = np.arange(wide.num_heads).reshape(wide.num_kv_heads, -1)
+    heads = heads[: small.num_kv_heads, : small.num_heads // small.num_kv_heads].reshape(-1, 1)
+    return (heads * small.head_dim + np.arange(small.head_dim)).reshape(-1)
+
+
+def _norm(scale: jax.Array, wide: ModelConfig, added: float = 0.0) -> jax.Array:
+    """mean(x²) is smaller by small / wide, so 1 / root is larger. f32[D]."""
+    d, width = scale.shape[0], wide.hidden_size
+    grown = jnp.zeros(width, jnp.float32).at[d].set(added)
+    return grown.at[:d].set(scale.astype(jnp.float32) * np.float32(np.sqrt(d / width)))
+
+
+def _random(shape: tuple[int, int], rng: np.random.Generator) -> jax.Array:
+    """Random weights. Rows repeat: what they hold is heard by nobody, but they are all there."""
+    n, k = shape
+    rows = min(n, 64)
+    block = rng.normal(size=(rows, k)).astype(np.float32) * k**-0.5
+    return jnp.tile(jnp.asarray(block), (-(-n // rows), 1))[:n]
+
+
+def _held(values: jax.Array, config: ModelConfig) -> jax.Array | Bfloat16Weight:
+    return plain_weight(values.astype(config.dtype))

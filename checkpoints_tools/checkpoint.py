@@ -1,0 +1,300 @@
+"""The library's own checkpoints: a model in any of its weight formats, exactly as it was in memory.
+
+A checkpoint is a directory:
+
+    config.json         format version, `ModelConfig`, and what each quantized weight is
+    weights/            the arrays, written by Orbax under the names of `specjax.model.weight_names`
+    tokenizer.json, …   copied from where the model came from
+
+It is written beside its place and moved there when whole (`specjax.files.atomic_directory`), and
+read
+straight into the shards of a mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+
+from pallas_kernels.formats import (
+    Bfloat16Weight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Outliers,
+    Weight,
+)
+from pallas_kernels.interleave import by_rows
+from specjax.files.atomic_directory import recover, replacing
+from specjax.model.config import ModelConfig
+from specjax.model.parallel import check_model, weight_spec
+from specjax.model.params import Params
+from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
+
+FORMAT_VERSION = 1
+VERSION_FIELD = "specjax_format"
+FORMATS = {
+    "bfloat16": Bfloat16Weight,
+    "int4": Int4Weight,
+    "mxfp4": Mxfp4Weight,
+    "int8": Int8Weight,
+    "outliers": Outliers,
+}
+_CHUNK_BYTES = 2**22  # an array is stored in pieces of this size; a reader takes whole pieces
+OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
+IN_MEMORY = ("out_features",)  # fields of a weight that is interleaved, which none is on disk
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def save(
+    params: Params,
+    path: str | os.PathLike[str],
+    tokenizer_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+      params: the model.
+      path: the directory to make. A checkpoint that is there is replaced in one step.
+      tokenizer_dir: a directory whose tokenizer files are copied along.
+
+    Raises:
+      ValueError: something else than a checkpoint is at `path`, or other processes hold parts of
+        params.
+      OSError: it cannot be written; `path` is as it was.
+    """
+    target = Path(path)
+    check_target(target)
+    if params.mesh is not None and params.mesh.is_multi_process:
+        raise ValueError(
+            "params are divided over several processes; save them where they are whole"
+        )
+    with one_sentence_if_full(target), replacing(target) as directory:
+        check_room(directory, target, params.nbytes)
+        arrays, formats = take_apart(named_weights(params))
+        with _checkpointer() as checkpointer:
+            pieces = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+            checkpointer.save(
+                directory / "weights", args=ocp.args.StandardSave(arrays, save_args=pieces)
+            )
+        # It names the temporary directory, a path of the machine that nobody else should see.
+        (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
+        if tokenizer_dir is not None:
+            copy_tokenizer(Path(tokenizer_dir), directory)
+        description = {
+            VERSION_FIELD: FORMAT_VERSION,
+            "model": params.config.to_dict(),
+            "quantized": formats,
+        }
+        (directory / "config.json").write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
+    """Reads a checkpoint that `save` wrote: the same bits, dtypes and formats.
+
+    The arrays come to the default device, or to those of a mesh, wherever they were when they were
+    written.
+
+    Args:
+      path: the checkpoint's directory.
+      mesh: devices to divide the model over. Every process reads the parts of its own.
+
+    Returns:
+      The model.
+
+    Raises:
+      FileNotFoundError: nothing is at `path`.
+      ValueError: it is no checkpoint, is damaged, or was written by a newer version of specjax; or
+        the mesh does not divide the model.
+    """
+    directory = Path(path).resolve()
+    recover(directory)
+    description = read_description(directory)
+    try:
+        config, formats = ModelConfig.from_dict(description["model"]), description["quantized"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"config.json of {path} is damaged: {error}") from error
+    if mesh is not None:
+        check_model(config, mesh)
+    try:
+        arrays = _restore_arrays(directory / "weights", mesh)
+        weights = {
+            name: put_together(name, formats.get(name), arrays) for name in weight_shapes(config)
+        }
+    except Exception as error:  # Orbax raises Exception itself where a file is damaged
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # its first sentence
+        raise ValueError(f"the weights of {path} cannot be read: {reason}") from error
+    return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint of this library is at `path`, of whatever version."""
+    try:
+        return VERSION_FIELD in json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if something is at `path` that a checkpoint must not replace."""
+    target = Path(path)
+    empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not empty and not is_checkpoint(target):
+        raise ValueError(
+            f"{target} exists and is no specjax checkpoint; give a path where nothing is, "
+            "or a checkpoint to replace"
+        )
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises as `load` does."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such directory: {path}")
+    if not is_checkpoint(path):
+        raise ValueError(f"{path} is no specjax checkpoint: its config.json does not say so")
+    description = json.loads((path / "config.json").read_text())
+    version = description[VERSION_FIELD]
+    if not isinstance(version, int):
+        raise ValueError(f"config.json of {path} is damaged: {VERSION_FIELD} is {version!r}")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has checkpoint format {version}; this version of specjax "
+            f"reads formats up to {FORMAT_VERSION}: upgrade specjax"
+        )
+    return description
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+
+
+def take_apart(
+    weights: Mapping[str, Weight],
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
+    """All arrays by name, row by row, and the static fields of every weight that is no array."""
+    arrays: dict[str, jax.Array] = {}
+    formats = {}
+    for name, weight in weights.items():
+        if isinstance(weight, jax.Array):
+            arrays[name] = weight
+        else:
+            formats[name] = _part(name, by_rows(weight), arrays)
+    return arrays, formats
+
+
+def _part(name: str, weight: Any, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Puts the arrays of a weight, or of a part of one, among `arrays`; returns the rest."""
+    kind = next(key for key, cls in FORMATS.items() if isinstance(weight, cls))
+    static = {field: getattr(weight, field) for field in _fields(type(weight), static=True)}
+    description = {"format": kind} | static
+    for field in _fields(type(weight), static=False):
+        value = getattr(weight, field)
+        if isinstance(value, jax.Array):
+            arrays[f"{name}.{field}"] = value
+        elif value is not None:
+            description[field] = _part(f"{name}.{field}", value, arrays)
+    return description
+
+
+def put_together(
+    name: str, description: Mapping[str, Any] | None, arrays: Mapping[str, jax.Array]
+) -> Any:
+    """The inverse of `take_apart` for one weight, or a part of one."""
+    if description is None:
+        return arrays[name]
+    format_class = FORMATS[description["format"]]
+    # A static field that an older version did not know has its default.
+    static = _fields(format_class, static=True)
+    values = {field: description[field] for field in static if field in description}
+    for field in _fields(format_class, static=False):
+        inner = description.get(field)
+        if inner is not None or f"{name}.{field}" in arrays or field not in OPTIONAL:
+            values[field] = put_together(f"{name}.{field}", inner, arrays)
+    return format_class(**values)
+
+
+def _fields(format_class: type[Any], *, static: bool) -> list[str]:
+    fields = dataclasses.fields(format_class)
+    return [
+        f.name
+        for f in fields
+        if bool(f.metadata.get("static")) == static and f.name not in IN_MEMORY
+    ]
+
+
+def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
+    """Every array under `path`, on the default device or a mesh, not where its writer had it."""
+    here = jnp.zeros(()).sharding
+
+    def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        return here if mesh is None else NamedSharding(mesh, weight_spec(name, shape, mesh))
+
+    with _checkpointer() as checkpointer:
+        found = checkpointer.metadata(path).item_metadata
+        if found is None:
+            raise ValueError(f"{path.name} is missing or incomplete")
+        wanted = {
+            name: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=sharding(name, array.shape)
+            )
+            for name, array in found.tree.items()
+        }
+        return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies the files of a tokenizer that are in the directory `source`."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def check_room(directory: Path, target: Path, nbytes: int) -> None:
+    """Raises OSError if `directory` has no room for the bytes of `target`.
+
+    One asks before writing, because Orbax's threads report a full disk on pages of stderr.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        needed = f"up to {nbytes / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free"
+        raise _disk_full(target, f"; {needed}")
+
+
+@contextlib.contextmanager
+def one_sentence_if_full(target: Path) -> Iterator[None]:
+    """Turns every way in which a full disk is reported into one OSError with ENOSPC."""
+    try:
+        yield
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise _disk_full(target) from error
+
+
+def _disk_full(target: Path, details: str = "") -> OSError:
+    error = OSError(f"the disk is full: {target} was not written, it is as it was before{details}")
+    error.errno = errno.ENOSPC  # set here, as the constructor would put it into the sentence
+    return error

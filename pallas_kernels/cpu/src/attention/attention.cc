@@ -1,0 +1,267 @@
+// The XLA handler of `attention`: checks every buffer, cuts the queries into tiles, and deals tiles
+// or their steps, blocks of slots, out to the threads.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "common/handlers.h"
+#include "common/isa.h"
+#include "common/threads.h"
+#include "common/types.h"
+
+namespace specjax {
+namespace {
+
+constexpr int64_t kTileRows = 64;      // queries that share one decoded strip of the cache
+constexpr int64_t kTilesPerThread = 4;  // from which on a thread takes whole tiles, but not
+constexpr int64_t kFewRows = 16;        // of so few queries: then steps in the order of memory,
+constexpr int64_t kRunsPerThread = 4;   // a run of them at a time
+
+// --- Sharing the work.
+
+class Memory {
+ public:
+  // At least `floats` floats at a cache line's start, as earlier calls left them.
+  float* reserve(int64_t floats) {
+    if (memory_.size() < static_cast<size_t>(floats + kSlack)) memory_.resize(floats + kSlack);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(memory_.data());
+    return memory_.data() + (64 - start % 64) % 64 / sizeof(float);
+  }
+
+ private:
+  static constexpr int64_t kSlack = 16;
+  std::vector<float> memory_;
+};
+
+Memory& thread_memory() {
+  thread_local Memory memory;
+  return memory;
+}
+
+// The new tokens on the longest path to one of the tile's tokens.
+int64_t longest_path(const Attention& a, const AttentionTile& tile) {
+  const int32_t* paths = a.ancestors + (tile.row * a.tokens + tile.token) * a.depth;
+  int64_t longest = 0;
+  for (int64_t i = 0; i < tile.tokens * a.depth; ++i) {
+    if (paths[i] >= 0) longest = std::max(longest, i % a.depth + 1);
+  }
+  return longest;
+}
+
+// The slots that any of the tile's tokens may see.
+void find_slots(const Attention& a, AttentionTile& tile) {
+  const int64_t length = a.lengths[tile.row];
+  const int64_t shown =
+      a.ancestors == nullptr ? tile.token + tile.tokens : longest_path(a, tile);
+  tile.last = std::clamp<int64_t>(length + shown, 0, a.slots);
+  tile.first = 0;
+  if (a.windowed) {
+    const int32_t* positions = a.positions + tile.row * a.tokens + tile.token;
+    const int64_t position = *std::min_element(positions, positions + tile.tokens);
+    tile.first = std::clamp<int64_t>(std::min(length, position - a.window + 1), 0, tile.last);
+  }
+}
+
+// Longest first, so that at the end no thread is left with a long one.
+std::vector<AttentionTile> cut(const Attention& a, int64_t tokens) {
+  std::vector<AttentionTile> tiles;
+  for (int64_t token = (a.tokens - 1) / tokens * tokens; token >= 0; token -= tokens) {
+    for (int64_t row = 0; row < a.b; ++row) {
+      for (int64_t head = 0; head < a.kv_heads; ++head) {
+        tiles.push_back({row, head, token, std::min(tokens, a.tokens - token), 0, 0});
+        find_slots(a, tiles.back());
+      }
+    }
+  }
+  return tiles;
+}
+
+int64_t first_block(const AttentionTile& tile) { return tile.first / kAttentionBlock; }
+int64_t end_block(const AttentionTile& tile) {
+  return (tile.last + kAttentionBlock - 1) / kAttentionBlock;
+}
+
+void attend_tiles(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
+                  const std::vector<AttentionTile>& tiles) {
+  parallel_for(pool, tiles.size(), [&](int64_t i) {
+    const AttentionTile& tile = tiles[i];
+    const AttentionSizes sizes = kernels.attention_sizes(a, tile.tokens);
+    float* sums = thread_memory().reserve(2 * sizes.sums + sizes.scratch);
+    float* scratch = sums + 2 * sizes.sums;
+    kernels.clear_sums(a, tile.tokens, sums);
+    for (int64_t block = first_block(tile); block < end_block(tile); ++block) {
+      const AttentionStep step{&tile, block}, next{&tile, block + 1};
+      const AttentionAhead ahead{next.block < end_block(tile) ? &next : nullptr, nullptr};
+      kernels.attend_block(a, step, ahead, scratch, sums + sizes.sums);
+      kernels.add_block(a, tile.tokens, sums + sizes.sums, sums);
+    }
+    kernels.write_result(a, tile, sums);
+  });
+}
+
+// All tiles' steps, those of neighbouring heads together: they read neighbouring memory.
+std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<AttentionTile>& tiles) {
+  std::vector<AttentionStep> steps;
+  for (size_t first = 0; first < tiles.size(); first += a.kv_heads) {
+    const int64_t end = end_block(tiles[first]);
+    for (int64_t block = first_block(tiles[first]); block < end; ++block) {
+      for (int64_t head = 0; head < a.kv_heads; ++head) {
+        steps.push_back({&tiles[first + head], block});
+      }
+    }
+  }
+  return steps;
+}
+
+// The same sums, added up in the same order, once all of them are there. No tile has more tokens
+// than `tokens`.
+void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
+                  const std::vector<AttentionTile>& tiles, int64_t tokens) {
+  const std::vector<AttentionStep> steps = find_steps(a, tiles);
+  const int64_t count = steps.size(), stride = kernels.attention_sizes(a, tokens).sums;
+  const int64_t runs = kRunsPerThread * pool.num_threads();
+  const int64_t run = std::clamp<int64_t>(count / runs, 1, a.kv_heads);
+  thread_local Memory shared;
+  float* const all = shared.reserve((count + tiles.size()) * stride);
+  const int64_t deals = (count + run - 1) / run;
+  const auto step = [&](int64_t i) { return i < count ? &steps[i] : nullptr; };
+  parallel_for(pool, deals, [&](int64_t deal) {
+    float* scratch = thread_memory().reserve(kernels.attention_sizes(a, tokens).scratch);
+    // A thread's runs are neighbours. So if they are blocks, it asks for the next one while it is
+    // at this one; and step by step for its first, or if they are less.
+    const Range own = range_of(pool, deals, deal);
+    const bool blocks = run == a.kv_heads;
+    const bool single = !blocks || deal == own.begin, more = blocks && deal + 1 < own.end;
+    const int64_t end = std::min(count, (deal + 1) * run);
+    for (int64_t i = deal * run; i < end; ++i) {
+      const AttentionAhead ahead{single ? step(i + 1) : nullptr, more ? step(i + run) : nullptr};
+      kernels.attend_block(a, steps[i], ahead, scratch, all + i * stride);
+    }
+  });
+  std::vector<int64_t> firsts(tiles.size());
+  for (int64_t i = count - 1; i >= 0; --i) firsts[steps[i].tile - tiles.data()] = i;
+  parallel_for(pool, tiles.size(), [&](int64_t i) {
+    const AttentionTile& tile = tiles[i];
+    float* sums = all + (count + i) * stride;
+    kernels.clear_sums(a, tile.tokens, sums);
+    const int64_t blocks = end_block(tile) - first_block(tile);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const float* next = all + (firsts[i] + block * a.kv_heads) * stride;
+      kernels.add_block(a, tile.tokens, next, sums);
+    }
+    kernels.write_result(a, tile, sums);
+  });
+}
+
+void attend(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a) {
+  const int64_t tokens = std::min(a.tokens, std::max<int64_t>(1, kTileRows / a.group));
+  const std::vector<AttentionTile> tiles = cut(a, tokens);
+  const bool few = static_cast<int64_t>(tiles.size()) < kTilesPerThread * pool.num_threads();
+  if (few || tokens * a.group <= kFewRows) {
+    attend_steps(pool, kernels, a, tiles, tokens);
+  } else {
+    attend_tiles(pool, kernels, a, tiles);
+  }
+}
+
+// --- The handler.
+
+ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys, Attention& a) {
+  const auto q = queries.dimensions(), k = keys.dimensions();
+  const auto type = queries.element_type(), cache = keys.element_type();
+  if (q.size() != 4 || !is_float(type)) {
+    return invalid("queries must be bfloat16 or float32 [B, T, H, E], got " +
+                   text(shape_of(queries)));
+  }
+  if (k.size() != 4 || (cache != ffi::F32 && cache != ffi::U16 && cache != ffi::U8)) {
+    return invalid("keys must be float32, uint16 or uint8 [B, S, K, E], got " +
+                   text(shape_of(keys)));
+  }
+  a.b = q[0], a.tokens = q[1], a.heads = q[2], a.e = q[3];
+  a.slots = k[1], a.kv_heads = k[2];
+  const bool nibbles = cache == ffi::U8 && 2 * k[3] == a.e;
+  if (k[0] != a.b || (k[3] != a.e && !nibbles) || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
+    return invalid("keys " + text(shape_of(keys)) + " do not fit queries " +
+                   text(shape_of(queries)));
+  }
+  a.group = a.heads / a.kv_heads;
+  a.queries_bfloat16 = type == ffi::BF16;
+  a.cached = cache == ffi::F32   ? Cached::kFloat32
+             : cache == ffi::U16 ? Cached::kBfloat16
+             : nibbles           ? Cached::kCodes4
+                                 : Cached::kCodes8;
+  return ffi::Error::Success();
+}
+
+// The scales and zeros of keys and of values, where the cache holds codes; then perhaps a tree's
+// ancestors, to any depth.
+ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
+  const size_t grids = a.cached >= Cached::kCodes8 ? 4 : 0;
+  if (others.size() < grids || others.size() > grids + 1) {
+    return invalid("the number of buffers does not fit the cache's type");
+  }
+  const void* data[5] = {};
+  for (size_t i = 0; i < others.size(); ++i) {
+    auto buffer = others.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    if (i == grids && buffer->dimensions().size() > 0) a.depth = buffer->dimensions().back();
+    const auto error = i == grids ? check("ancestors", *buffer, ffi::S32, {a.b, a.tokens, a.depth})
+                       : i % 2 == 0 ? check("scales", *buffer, ffi::F32, {a.b, a.slots, a.kv_heads})
+                                    : check("zeros", *buffer, ffi::U8, {a.b, a.slots, a.kv_heads});
+    if (error.failure()) return error;
+    data[i] = buffer->untyped_data();
+  }
+  a.ancestors = static_cast<const int32_t*>(data[grids]);
+  if (grids == 0) return ffi::Error::Success();
+  a.keys.scales = static_cast<const float*>(data[0]);
+  a.keys.zeros = static_cast<const uint8_t*>(data[1]);
+  a.values.scales = static_cast<const float*>(data[2]);
+  a.values.zeros = static_cast<const uint8_t*>(data[3]);
+  return ffi::Error::Success();
+}
+
+// window: negative for none.
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
+                     ffi::AnyBuffer values, ffi::AnyBuffer lengths, ffi::AnyBuffer positions,
+                     ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> result, int64_t window,
+                     float scale, std::string_view instruction_set) {
+  const Kernels* kernels = find_kernels(instruction_set);
+  if (kernels == nullptr) {
+    return invalid("this machine cannot run " + std::string(instruction_set));
+  }
+  Attention a{};
+  if (auto error = read_shapes(queries, keys, a); error.failure()) return error;
+  for (auto error : {check("values", values, keys.element_type(), shape_of(keys)),
+                     check("lengths", lengths, ffi::S32, {a.b}),
+                     check("positions", positions, ffi::S32, {a.b, a.tokens}),
+                     check("the result", *result, ffi::F32, shape_of(queries)),
+                     read_others(others, a)}) {
+    if (error.failure()) return error;
+  }
+  a.queries = queries.untyped_data();
+  a.keys.data = keys.untyped_data(), a.values.data = values.untyped_data();
+  a.lengths = static_cast<const int32_t*>(lengths.untyped_data());
+  a.positions = static_cast<const int32_t*>(positions.untyped_data());
+  // Positions differ by less than 2^33: a wider window hides nothing more.
+  a.windowed = window >= 0, a.window = std::min(window, int64_t{1} << 33), a.scale = scale;
+  a.out = static_cast<float*>(result->untyped_data());
+  if (a.b * a.tokens * a.heads * a.e > 0) attend(pool, *kernels, a);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace specjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, specjax::attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // queries
+                                  .Arg<ffi::AnyBuffer>()  // keys
+                                  .Arg<ffi::AnyBuffer>()  // values
+                                  .Arg<ffi::AnyBuffer>()  // lengths
+                                  .Arg<ffi::AnyBuffer>()  // positions
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Attr<std::string_view>("instruction_set"));

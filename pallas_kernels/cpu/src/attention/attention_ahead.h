@@ -1,0 +1,86 @@
+// What attention will read is asked for before.
+//
+// A head's entries are short pieces far apart, which the hardware does not foresee. All heads'
+// together are one piece: so where a thread will read all heads of a block, it asks for them in the
+// order of memory, a head's share of them while it works on that head of the block before. What has
+// not been asked for so is asked for a step before.
+#pragma once
+
+#include <algorithm>
+
+#include "common/prefetch.h"
+#include "common/types.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline int64_t head_bytes(const Attention& a) {
+  return a.cached == Cached::kFloat32    ? 4 * a.e
+         : a.cached == Cached::kBfloat16 ? 2 * a.e
+         : a.cached == Cached::kCodes8   ? a.e
+                                         : a.e / 2;
+}
+
+inline int64_t head_lines(const Attention& a) { return (head_bytes(a) + kLine - 1) / kLine; }
+
+// Lines of memory, asked for a few at a time: memory that is asked for in bursts waits for itself.
+class Ahead {
+ public:
+  Ahead() = default;  // of nothing
+
+  // For a step that asks so many times.
+  Ahead(const Attention& a, const AttentionAhead& steps, int64_t times) {
+    const int64_t bytes = head_bytes(a), stride = a.kv_heads * bytes;
+    for (const Cache* cache : {&a.keys, &a.values}) {
+      const auto block = [&](const AttentionStep& step) {
+        const int64_t slot = step.tile->row * a.slots + step.block * kAttentionBlock;
+        return static_cast<const uint8_t*>(cache->data) + slot * stride;
+      };
+      if (steps.next != nullptr) {
+        const AttentionStep& step = *steps.next;
+        add({block(step) + step.tile->head * bytes, stride, slots(step), head_lines(a)});
+      }
+      if (steps.later != nullptr) {
+        const AttentionStep& step = *steps.later;
+        const int64_t share = slots(step) * bytes, row = kRowLines * kLine;
+        add({block(step) + step.tile->head * share, row, (share + row - 1) / row, kRowLines});
+      }
+    }
+    at_once_ = (lines_ + times - 1) / std::max<int64_t>(times, 1);
+  }
+
+  // Asks for as much as falls to so many times.
+  SPECJAX_INLINE void ask(int64_t times = 1) {
+    due_ += times * at_once_;
+    while (due_ > 0 && current_ < count_) {
+      Piece& piece = pieces_[current_];
+      for (int64_t i = 0; i < piece.lines; ++i) __builtin_prefetch(piece.at + i * kLine, 0, 2);
+      due_ -= piece.lines;
+      piece.at += piece.stride;
+      if (--piece.rows == 0) ++current_;
+    }
+  }
+
+ private:
+  struct Piece {
+    const uint8_t* at;
+    int64_t stride, rows, lines;  // lines: of a row
+  };
+
+  static constexpr int64_t kRowLines = 8;  // of what lies side by side
+
+  // In use of the step's block.
+  static int64_t slots(const AttentionStep& step) {
+    return std::min(kAttentionBlock, step.tile->last - step.block * kAttentionBlock);
+  }
+
+  void add(const Piece& piece) {
+    pieces_[count_++] = piece;
+    lines_ += piece.rows * piece.lines;
+  }
+
+  Piece pieces_[4];
+  unsigned current_ = 0, count_ = 0;
+  int64_t lines_ = 0, at_once_ = 0, due_ = 0;
+};
+
+}  // namespace specjax::SPECJAX_ISA

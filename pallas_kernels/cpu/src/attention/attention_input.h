@@ -1,0 +1,295 @@
+// What attention reads: queries, strips of the cache decoded into float32, and who sees what.
+#pragma once
+
+#include "matmul/activations.h"
+#include "attention/attention_ahead.h"
+#include "matmul/panel.h"
+#include "common/simd.h"
+#include "common/types.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kStrip = 64;  // slots decoded at once: of 64 features, a strip is in L1
+static_assert(kAttentionBlock % kStrip == 0 && kStrip % (kVectors * kLanes) == 0);
+
+// From one query's weights to the next's: no power of two, or few sets of the cache would hold all.
+inline constexpr int kWeightStride = kAttentionBlock + 16;
+
+// Where the parts of a thread's scratch and of a tile's sums begin, in floats.
+struct Layout {
+  Layout(const Attention& a, int64_t tokens)
+      : rows(tokens * a.group),
+        features((a.e + 15) / 16 * 16),
+        new_stride(a.ancestors == nullptr ? 0 : (a.tokens + kStrip - 1) / kStrip * kStrip + 16),
+        keys(rows * features),
+        values(keys + (a.e + 31) / 32 * 32 * kStrip),
+        weights(values + kStrip * features),
+        new_weights(weights + rows * kWeightStride),
+        seen(new_weights + rows * new_stride),
+        scratch(seen + tokens * kAttentionBlock),
+        maxima(rows * features),
+        totals(maxima + rows),
+        sums((totals + rows + 15) / 16 * 16) {}
+
+  int64_t rows, features, new_stride;
+  // Scratch: queries [rows, features]; keys [features, kStrip]; values [kStrip, features];
+  // weights [rows, kWeightStride]; in a tree, those of the new tokens where they really lie,
+  // [rows, new_stride]; seen [tokens, kAttentionBlock].
+  int64_t keys, values, weights, new_weights, seen, scratch;
+  // Sums: mixed values [rows, features], maxima [rows], totals [rows].
+  int64_t maxima, totals, sums;
+};
+
+// One row's entries of one key-value head: slot s begins `stride` · s bytes on.
+struct Entries {
+  Entries(const Attention& a, const AttentionTile& tile, const Cache& cache)
+      : kind(a.cached),
+        features(a.e),
+        bytes(head_bytes(a)),
+        stride(a.kv_heads * bytes),
+        heads(a.kv_heads) {
+    const int64_t first = tile.row * a.slots * heads + tile.head;
+    start = static_cast<const uint8_t*>(cache.data) + first * bytes;
+    if (kind < Cached::kCodes8) return;
+    scales = cache.scales + first, zeros = cache.zeros + first;
+  }
+
+  Cached kind;
+  int64_t features, bytes, stride, heads;
+  const uint8_t* start;
+  const float* scales = nullptr;  // of slot s: scales[s · heads], zeros[s · heads]
+  const uint8_t* zeros = nullptr;
+};
+
+// Slots first … end - 1, in strips from the first one on.
+struct Span {
+  // What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
+  Span(const AttentionTile& tile, int64_t block) {
+    const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
+    const int64_t skipped = tile.first > start ? (tile.first - start) / kStrip : 0;
+    first = start + skipped * kStrip;
+    end = tile.last < stop ? tile.last : stop;
+    strips = (end - first + kStrip - 1) / kStrip;
+  }
+
+  Span(int64_t first, int64_t end)
+      : first(first), end(end), strips(end > first ? (end - first + kStrip - 1) / kStrip : 0) {}
+
+  int64_t slot(int64_t strip) const { return first + strip * kStrip; }
+  // Slots in use of a strip.
+  int64_t count(int64_t strip) const {
+    return end - slot(strip) < kStrip ? end - slot(strip) : kStrip;
+  }
+
+  int64_t first, end, strips;
+};
+
+// Values as they lie in memory, kLanes at a time.
+struct Floats {
+  static constexpr int kSize = 4;
+  static constexpr bool kAhead = false;
+  static Float read(const uint8_t* p) { return load<Float>(p); }
+};
+struct Bfloat16s {
+  static constexpr int kSize = 2;
+  static constexpr bool kAhead = true;
+  static Float read(const uint8_t* p) {
+    return (Float)(widen(load<Half>(p)) << 16);
+  }
+};
+
+// Where the query of a tile's row begins in the queries, and its result in the output.
+inline int64_t query_offset(const Attention& a, const AttentionTile& tile, int64_t row) {
+  const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
+  return (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+}
+
+// The tile's queries times the scale of the scores: f32[rows, features].
+inline void read_queries(const Attention& a, const AttentionTile& tile, const Layout& layout,
+                         float* queries) {
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const int64_t index = query_offset(a, tile, row);
+    float* out = queries + row * layout.features;
+    if (a.queries_bfloat16) {
+      const uint16_t* bits = static_cast<const uint16_t*>(a.queries) + index;
+      for (int64_t i = 0; i < a.e; ++i) out[i] = bfloat16_value(bits[i]) * a.scale;
+    } else {
+      const float* values = static_cast<const float*>(a.queries) + index;
+      for (int64_t i = 0; i < a.e; ++i) out[i] = values[i] * a.scale;
+    }
+  }
+}
+
+// Words of kLanes slots from `slot` on, turned: put(number of the word in a slot, word of every
+// slot). Slots from `end` on are any that can be read.
+template <typename Put>
+SPECJAX_INLINE void turn_words(const Entries& entries, int64_t slot, int64_t end, Ahead& ahead,
+                               const Put& put) {
+  const uint8_t* rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    rows[i] = entries.start + (slot + i < end ? slot + i : end - 1) * entries.stride;
+  }
+  for (int64_t byte = 0; byte < entries.bytes; byte += kBytes) {
+    Word words[kLanes];
+    const int64_t left = entries.bytes - byte;
+    ahead.ask(kLanes * kBytes / kLine);
+    for (int i = 0; i < kLanes; ++i) {
+      if (left >= kBytes) {
+        words[i] = load<Word>(rows[i] + byte);
+      } else {
+        words[i] = Word{};
+        std::memcpy(&words[i], rows[i] + byte, left);
+      }
+    }
+    transpose(words);
+    for (int64_t i = 0; i < kLanes && 4 * i < left; ++i) put(byte / 4 + i, words[i]);
+  }
+}
+
+// Codes as values.
+SPECJAX_INLINE Float code_values(Word codes, Int zeros, Float scales) {
+  return to_float((Int)codes - zeros) * scales;
+}
+
+// kLanes slots' codes, turned: f32[features, kStrip].
+inline void turn_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
+                       Ahead& ahead) {
+  const bool nibbles = entries.kind == Cached::kCodes4;
+  Int zeros;
+  Float scales;
+  for (int i = 0; i < kLanes; ++i) {
+    const int64_t at = (slot + i < end ? slot + i : end - 1) * entries.heads;
+    zeros[i] = entries.zeros[at], scales[i] = entries.scales[at];
+  }
+  float* high = keys + entries.bytes * kStrip;  // of nibbles: the features' second half
+  const auto put_byte = [&](int64_t byte, Word codes) SPECJAX_LAMBDA {
+    const Word low = codes & (nibbles ? 0xFu : 0xFFu);
+    store(keys + byte * kStrip, code_values(low, zeros, scales));
+    if (nibbles) store(high + byte * kStrip, code_values(codes >> 4 & 0xFu, zeros, scales));
+  };
+  turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+    const int64_t left = entries.bytes - 4 * n;
+    put_byte(4 * n, word);
+    if (left > 1) put_byte(4 * n + 1, word >> 8);
+    if (left > 2) put_byte(4 * n + 2, word >> 16);
+    if (left > 3) put_byte(4 * n + 3, word >> 24);
+  });
+}
+
+// kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any.
+inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* keys,
+                      Ahead& ahead) {
+  for (int64_t stop = slot + kStrip; slot < stop; slot += kLanes, keys += kLanes) {
+    if (entries.kind >= Cached::kCodes8) {
+      turn_codes(entries, slot, end, keys, ahead);
+    } else if (entries.kind == Cached::kFloat32) {
+      turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+        store(keys + n * kStrip, word);
+      });
+    } else {
+      turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+        store(keys + 2 * n * kStrip, word << 16);
+        store(keys + (2 * n + 1) * kStrip, word & 0xFFFF0000u);
+      });
+    }
+  }
+}
+
+// One slot's codes: f32[features].
+inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead& ahead) {
+  const uint8_t* codes = entries.start + slot * entries.stride;
+  const float one_scale = entries.scales[slot * entries.heads];
+  const int zero = entries.zeros[slot * entries.heads];
+  const Float scale = splat(one_scale);
+  const Int zeros = Int{} + zero;
+  const bool nibbles = entries.kind == Cached::kCodes4;
+  float* high = out + entries.bytes;  // of nibbles: the features' second half
+  int64_t i = 0;
+  for (; i + kLanes <= entries.bytes; i += kLanes) {
+    if (i % kLine == 0) ahead.ask();
+    const Word word = widen(load<Byte>(codes + i));
+    store(out + i, code_values(nibbles ? word & 0xFu : word, zeros, scale));
+    if (nibbles) store(high + i, code_values(word >> 4, zeros, scale));
+  }
+  for (; i < entries.bytes; ++i) {
+    out[i] = static_cast<float>((nibbles ? codes[i] & 0xF : codes[i]) - zero) * one_scale;
+    if (nibbles) high[i] = static_cast<float>((codes[i] >> 4) - zero) * one_scale;
+  }
+}
+
+// kLanes values of a slot, of which `left` are there. Of float32 or bfloat16.
+inline Float read_vector(const Entries& entries, const uint8_t* from, int64_t left) {
+  if (entries.kind == Cached::kFloat32) {
+    Float values{};
+    if (left >= kLanes) return load<Float>(from);
+    std::memcpy(&values, from, left * sizeof(float));
+    return values;
+  }
+  if (left >= kLanes) return Bfloat16s::read(from);
+  uint16_t bits[kLanes] = {};
+  std::memcpy(bits, from, left * sizeof(uint16_t));
+  return Bfloat16s::read(reinterpret_cast<const uint8_t*>(bits));
+}
+
+// `count` slots from `slot` on: f32[count, features].
+inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
+                        float* values, Ahead& ahead) {
+  const int64_t size = entries.kind == Cached::kFloat32 ? 4 : 2;
+  for (int64_t i = 0; i < count; ++i) {
+    float* out = values + i * layout.features;
+    if (entries.kind >= Cached::kCodes8) {
+      decode_slot(entries, slot + i, out, ahead);
+      std::memset(out + entries.features, 0, (layout.features - entries.features) * sizeof(float));
+      continue;
+    }
+    const uint8_t* from = entries.start + (slot + i) * entries.stride;
+    for (int64_t e = 0; e < layout.features; e += kLanes) {
+      const int64_t left = entries.features - e;
+      if (e * size % kLine == 0) ahead.ask();
+      store(out + e, left > 0 ? read_vector(entries, from + e * size, left) : Float{});
+    }
+  }
+}
+
+// --- Seeing.
+
+// Number d of the new tokens that a token sees, -1 where there is none.
+inline int64_t new_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t d) {
+  if (a.ancestors == nullptr) return d <= token ? d : -1;
+  if (d >= a.depth) return -1;
+  const int64_t index = a.ancestors[(tile.row * a.tokens + token) * a.depth + d];
+  const int64_t slot = a.lengths[tile.row] + index;
+  return index >= 0 && index < a.tokens && slot >= 0 && slot < a.slots ? index : -1;
+}
+
+// Which of `count` slots from `first` on a token sees: all ones or zero in seen[count].
+inline void see_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t first,
+                      int64_t count, uint32_t* seen) {
+  const int64_t length = a.lengths[tile.row];
+  const int32_t* positions = a.positions + tile.row * a.tokens;
+  const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
+  const int64_t context = std::clamp<int64_t>(length - first, 0, count);
+  for (int64_t i = 0; i < context; ++i) seen[i] = first + i >= oldest ? ~0u : 0u;
+  for (int64_t i = context; i < count; ++i) {
+    const int64_t index = new_token(a, tile, token, first + i - length);
+    seen[i] = index >= 0 && positions[index] >= oldest ? ~0u : 0u;
+  }
+}
+
+// The same for all tokens of the tile, at seen[token · kAttentionBlock]; false where all of them
+// see all slots, and nothing was written.
+inline bool see(const Attention& a, const AttentionTile& tile, int64_t first, int64_t count,
+                uint32_t* seen) {
+  const int64_t chain = a.ancestors == nullptr && !a.windowed ? tile.token + 1 : 0;
+  bool all = first + count <= a.lengths[tile.row] + chain;
+  for (int64_t t = 0; t < tile.tokens && all && a.windowed; ++t) {
+    all = first > a.positions[tile.row * a.tokens + tile.token + t] - a.window;
+  }
+  if (all) return false;
+  for (int64_t t = 0; t < tile.tokens; ++t) {
+    see_token(a, tile, tile.token + t, first, count, seen + t * kAttentionBlock);
+  }
+  return true;
+}
+
+}  // namespace specjax::SPECJAX_ISA

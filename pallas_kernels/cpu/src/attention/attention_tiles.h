@@ -1,0 +1,377 @@
+// Attention by tile products, of queries in bfloat16 and a cache in bfloat16 or in codes.
+//
+// Scores: a tile of x is 16 slots' keys, as the cache holds them where that is bfloat16, so keys are
+// read once and never turned; the queries are the right operand, and the scores come out slot by
+// slot. Mixing: the weights are the left operand, and the values of two slots side by side the right
+// one.
+//
+// A weight is the sum of three bfloat16 (8 bits of its 24 each), which are three rows of a tile, so
+// that nothing is rounded but sums, in float32. As for vectors, zeros add nothing, and slots keep
+// the places in the products that their numbers give them: those of a tree's path are gathered.
+#pragma once
+
+#include "attention/attention.h"
+#include "attention/attention_codes.h"
+#include "matmul/tiles.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kParts = 3;          // bfloat16 whose sum is a weight
+inline constexpr int kMixStrip = 32;      // slots of one product of weights and values
+inline constexpr int64_t kPartStride = kAttentionBlock + kMixStrip;  // in bfloat16
+
+// How often memory is asked for (attention_ahead.h):
+inline constexpr int kScoreAsks = 2;  // for a strip's scores that are turned
+inline constexpr int kPairSlots = 8;  // once for so many slots whose values are paired
+
+// Features of a slot are read a vector at a time, of codes of 4 bits two.
+inline bool tiles_serve(const Attention& a) {
+  if (!a.queries_bfloat16 || a.cached == Cached::kFloat32) return false;
+  return a.e % (a.cached == Cached::kCodes4 ? 2 * kPairFeatures : kPairFeatures) == 0;
+}
+
+inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+
+// What tiles need besides the scratch of `Layout`, in floats from its end on.
+struct TileLayout : Layout {
+  TileLayout(const Attention& a, int64_t tokens)
+      : Layout(a, tokens),
+        token_rows(a.ancestors == nullptr ? kParts * a.group : whole_tiles(kParts * a.group)),
+        part_rows(whole_tiles(tokens * token_rows)),
+        query_columns(whole_tiles(rows)),
+        query_words(scratch),
+        strip(query_words + features / 2 * query_columns),
+        key_scales(strip + kStrip * features / 2),
+        scores(key_scales + kStrip),
+        value_scales(scores + kStrip * kLanes),
+        parts(value_scales + kAttentionBlock),
+        pairs(parts + part_rows * kPartStride / 2),
+        mixed(pairs + kAttentionBlock * kPairFeatures / 2),
+        tile_scratch(mixed + part_rows * features) {}
+
+  int64_t token_rows;  // rows of parts of a token: in a tree whole tiles, since its path is its own
+  int64_t part_rows, query_columns;
+  // queries, two features to a word [features / 2, query_columns]; a strip of keys, what its scores
+  // are multiplied by [kStrip], and they themselves, by 16 queries [kStrip, kLanes]; the scales of a
+  // block's values [kAttentionBlock]; parts of the weights, bfloat16[part_rows, kPartStride]; values
+  // of two slots side by side [kAttentionBlock / 2, kPairFeatures]; mixed [part_rows, features].
+  int64_t query_words, strip, key_scales, scores, value_scales, parts, pairs, mixed, tile_scratch;
+
+  // How often a step asks for memory, at even intervals: with the tiles of keys, the turned scores,
+  // the rows of weights, the paired values, and the tiles of weights.
+  int64_t asks(int64_t strips) const {
+    const int64_t slots = strips * kStrip, pieces = features / kPairFeatures;
+    const int64_t keys = slots / kTileRows * pieces, turned = strips * kScoreAsks;
+    const int64_t tiles = slots / kMixStrip * ((part_rows / kTileRows + 1) / 2);
+    return query_columns / kLanes * (keys + turned) + rows +
+           pieces * (slots / kPairSlots + tiles);
+  }
+
+  int64_t part_row(const Attention& a, int64_t row) const {
+    return row / a.group * token_rows + row % a.group * kParts;
+  }
+};
+
+inline AttentionSizes attention_sizes_by_tiles(const Attention& a, int64_t tokens) {
+  if (!tiles_serve(a)) return attention_sizes(a, tokens);
+  const TileLayout layout(a, tokens);
+  return {layout.tile_scratch, layout.sums};
+}
+
+// --- Scores.
+
+inline void pair_queries(const Attention& a, const AttentionTile& tile, const TileLayout& layout,
+                         float* scratch) {
+  float* words = scratch + layout.query_words;
+  std::memset(words, 0, layout.features / 2 * layout.query_columns * sizeof(float));
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const uint16_t* query = static_cast<const uint16_t*>(a.queries) + query_offset(a, tile, row);
+    for (int64_t i = 0; i < a.e / 2; ++i) {
+      std::memcpy(words + i * layout.query_columns + row, query + 2 * i, sizeof(float));
+    }
+  }
+}
+
+// The scores of kStrip slots and 16 queries: [kStrip, kLanes]. keys: of the first slot.
+inline void score_strip(const uint8_t* keys, int64_t stride, const float* queries,
+                        const TileLayout& layout, float* scores, Ahead& ahead) {
+  constexpr Arithmetic kBfloat16 = Arithmetic::kBfloat16;
+  const int64_t tile = kTileRows * stride;
+  zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  for (int64_t i = 0; i < layout.features / 2; i += kTileWords, keys += kBytes) {
+    load_tile<6>(queries + i * layout.query_columns, layout.query_columns * sizeof(float));
+    load_tile<4>(keys, stride), add_product<kBfloat16, 0, 4, 6>(), ahead.ask();
+    load_tile<5>(keys + tile, stride), add_product<kBfloat16, 1, 5, 6>(), ahead.ask();
+    load_tile<4>(keys + 2 * tile, stride), add_product<kBfloat16, 2, 4, 6>(), ahead.ask();
+    load_tile<5>(keys + 3 * tile, stride), add_product<kBfloat16, 3, 5, 6>(), ahead.ask();
+  }
+  store_tile<0>(scores, kBytes);
+  store_tile<1>(scores + kTileRows * kLanes, kBytes);
+  store_tile<2>(scores + 2 * kTileRows * kLanes, kBytes);
+  store_tile<3>(scores + 3 * kTileRows * kLanes, kBytes);
+}
+
+// `count` queries' scores of a strip, times its slots' scales, to where a query's lie side by side.
+inline void turn_scores(const float* scores, int64_t count, const float* scales, float* out,
+                        int64_t stride) {
+  for (int64_t slot = 0; slot < kStrip; slot += kLanes) {
+    Word words[kLanes];
+    for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(scores + (slot + i) * kLanes);
+    transpose(words);
+    for (int64_t i = 0; i < count; ++i) {
+      store(out + i * stride + slot, (Float)words[i] * load<Float>(scales + slot));
+    }
+  }
+}
+
+template <Cached kind>
+inline void score_by_tiles(const Attention& a, const Entries& entries, const Part& part,
+                           const TileLayout& layout, float* scratch, Ahead& ahead) {
+  const Span& span = part.span;
+  float* scales = scratch + layout.key_scales;
+  for (int64_t i = 0; i < span.strips; ++i) {
+    const int64_t first = span.slot(i), count = span.count(i);
+    const uint8_t* keys = entries.start + first * entries.stride;
+    int64_t stride = entries.stride;
+    // The cache may end here; and keys far apart share few sets of the first-level cache.
+    if (kind != Cached::kBfloat16 || count < kStrip || layout.rows > kLanes) {
+      uint8_t* strip = reinterpret_cast<uint8_t*>(scratch + layout.strip);
+      read_strip<kind>(entries, first, count, strip);
+      keys = strip, stride = entries.features * sizeof(uint16_t);
+    }
+    for (int64_t slot = 0; slot < count; ++slot) {
+      scales[slot] = a.scale * slot_scale<kind>(entries, first + slot);
+    }
+    for (int64_t row = 0; row < layout.rows; row += kLanes) {
+      score_strip(keys, stride, scratch + layout.query_words + row, layout,
+                  scratch + layout.scores, ahead);
+      turn_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row), scales,
+                  part.weights + row * part.stride + i * kStrip, part.stride);
+      ahead.ask(kScoreAsks);
+    }
+  }
+}
+
+// --- Mixing.
+
+// One row's weights of a block, times the scales of the values, to three rows of parts. A weight of
+// zero stays one, whatever the scale.
+template <Cached kind>
+inline void split_weights(const float* weights, const float* scales, int64_t count,
+                          uint16_t* parts) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Float rest = load<Float>(weights + i);
+    if constexpr (kind != Cached::kBfloat16) {
+      rest = rest != 0 ? rest * load<Float>(scales + i) : Float{};
+    }
+    for (int part = 0; part < kParts; ++part) {
+      const Word high = (Word)rest & 0xFFFF0000u;
+      store(parts + part * kPartStride + i, __builtin_convertvector(high >> 16, Half));
+      rest -= (Float)high;
+    }
+  }
+}
+
+// slot(i): where the values of slot number i are, or -1 where they add nothing.
+template <Cached kind, typename Slot>
+inline void pair_values(const Entries& entries, const Slot& slot, int64_t begin, int64_t end,
+                        int64_t feature, float* pairs, Ahead& ahead) {
+  const auto read = [&](int64_t i) SPECJAX_LAMBDA {
+    const int64_t at = slot(i);
+    return (__m512i)(at < 0 ? Word{} : read_features<kind>(entries, at, feature));
+  };
+  for (int64_t i = begin; i < end; i += 2) {
+    const __m512i even = read(i), odd = read(i + 1);
+    store(pairs + i * kLanes, (Word)_mm512_unpacklo_epi16(even, odd));
+    store(pairs + (i + 1) * kLanes, (Word)_mm512_unpackhi_epi16(even, odd));
+    if (i % kPairSlots == 0) ahead.ask();
+  }
+}
+
+// Two tiles of parts, or one, times kPairFeatures features of slots begin … end - 1.
+template <int tiles>
+inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, int64_t end,
+                      float* mixed, int64_t stride, Ahead& ahead) {
+  constexpr Arithmetic kBfloat16 = Arithmetic::kBfloat16;
+  constexpr int64_t kPartBytes = kPartStride * sizeof(uint16_t);
+  const int64_t bytes = stride * sizeof(float);
+  float* second = mixed + kTileRows * stride;
+  if (begin == 0) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  } else {
+    load_tile<0>(mixed, bytes), load_tile<1>(mixed + kLanes, bytes);
+    if (tiles == 2) load_tile<2>(second, bytes), load_tile<3>(second + kLanes, bytes);
+  }
+  for (int64_t i = begin; i < end; i += kMixStrip) {
+    load_tile<6>(pairs + i * kLanes, 2 * kBytes);
+    load_tile<7>(pairs + (i + 1) * kLanes, 2 * kBytes);
+    load_tile<4>(parts + i, kPartBytes);
+    add_product<kBfloat16, 0, 4, 6>(), add_product<kBfloat16, 1, 4, 7>();
+    ahead.ask();
+    if (tiles == 1) continue;
+    load_tile<5>(parts + kTileRows * kPartStride + i, kPartBytes);
+    add_product<kBfloat16, 2, 5, 6>(), add_product<kBfloat16, 3, 5, 7>();
+  }
+  store_tile<0>(mixed, bytes), store_tile<1>(mixed + kLanes, bytes);
+  if (tiles == 2) store_tile<2>(second, bytes), store_tile<3>(second + kLanes, bytes);
+}
+
+// Parts' rows first … last - 1, whole tiles, over slots begin … end - 1 of the block: whole strips.
+template <Cached kind, typename Slot>
+inline void mix_slots(const Entries& entries, const Slot& slot, const TileLayout& layout,
+                      int64_t first, int64_t last, int64_t begin, int64_t end, float* scratch,
+                      Ahead& ahead) {
+  if (begin == end) return;
+  const uint16_t* parts = reinterpret_cast<const uint16_t*>(scratch + layout.parts);
+  float *pairs = scratch + layout.pairs, *mixed = scratch + layout.mixed;
+  for (int64_t feature = 0; feature < layout.features; feature += kPairFeatures) {
+    pair_values<kind>(entries, slot, begin, end, feature, pairs, ahead);
+    int64_t row = first;
+    for (; row + 2 * kTileRows <= last; row += 2 * kTileRows) {
+      mix_tiles<2>(parts + row * kPartStride, pairs, begin, end,
+                   mixed + row * layout.features + feature, layout.features, ahead);
+    }
+    if (row < last) {
+      mix_tiles<1>(parts + row * kPartStride, pairs, begin, end,
+                   mixed + row * layout.features + feature, layout.features, ahead);
+    }
+  }
+}
+
+// Adds up the parts of a row's sums, and puts the features in order again: pairs take them by fours.
+inline void add_parts(const float* mixed, int64_t features, float* sums) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int64_t i = 0; i < features; i += kPairFeatures) {
+    Float halves[2];
+    for (int half = 0; half < 2; ++half) {
+      const float* part = mixed + i + half * kLanes;
+      halves[half] = load<Float>(part) +
+                     (load<Float>(part + features) + load<Float>(part + 2 * features));
+    }
+    const __m512 low = (__m512)halves[0], high = (__m512)halves[1];
+    store(sums + i, (Float)_mm512_permutex2var_ps(low, first, high));
+    store(sums + i + kLanes, (Float)_mm512_permutex2var_ps(low, second, high));
+  }
+}
+
+// The values that a block's weights belong to.
+struct Values {
+  // Where slot number i is, counted from the span's first, of one that all see who give it a weight.
+  int64_t slot(int64_t i) const { return i < end ? span.first + i : -1; }
+
+  // The same as a token of a tree counts it: past the context, the new tokens on its path.
+  int64_t slot(int64_t i, int64_t token) const {
+    if (a.ancestors == nullptr || span.first + i < length) return slot(i);
+    const int64_t index = new_token(a, tile, tile.token + token, span.first + i - length);
+    return index < 0 ? -1 : length + index;
+  }
+
+  // The scales of slots number first … last - 1 as a token counts them.
+  template <Cached kind>
+  void read_scales(int64_t first, int64_t last, int64_t token, float* scales) const {
+    if constexpr (kind == Cached::kBfloat16) return;  // which has none
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t at = slot(i, token);
+      scales[i] = at < 0 ? 0 : slot_scale<kind>(entries, at);
+    }
+  }
+
+  const Attention& a;
+  const AttentionTile& tile;
+  const Entries& entries;
+  const Span& span;
+  const int64_t length = a.lengths[tile.row];
+  const int64_t end = span.end - span.first;
+  // Up to which all tokens see the same slots, and to which any, in whole strips.
+  const int64_t all = (end + kMixStrip - 1) / kMixStrip * kMixStrip;
+  const int64_t shared =
+      a.ancestors == nullptr
+          ? all
+          : std::clamp<int64_t>((length - span.first) / kMixStrip * kMixStrip, 0, all);
+};
+
+template <Cached kind>
+inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* scratch,
+                         float* sums, Ahead& ahead) {
+  const Attention& a = values.a;
+  const int64_t tokens = layout.rows / a.group, shared = values.shared, all = values.all;
+  uint16_t* parts = reinterpret_cast<uint16_t*>(scratch + layout.parts);
+  float* scales = scratch + layout.value_scales;
+  values.read_scales<kind>(0, shared, 0, scales);
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    if (row % a.group == 0) values.read_scales<kind>(shared, all, row / a.group, scales);
+    split_weights<kind>(scratch + layout.weights + row * kWeightStride, scales, all,
+                        parts + layout.part_row(a, row) * kPartStride);
+    ahead.ask();
+  }
+  const auto mix = [&](const auto& slot, int64_t first, int64_t last, int64_t begin, int64_t end) {
+    mix_slots<kind>(values.entries, slot, layout, first, last, begin, end, scratch, ahead);
+  };
+  mix([&](int64_t i) SPECJAX_LAMBDA { return values.slot(i); }, 0, layout.part_rows, 0, shared);
+  for (int64_t token = 0; token < tokens && shared < all; ++token) {
+    mix([&](int64_t i) { return values.slot(i, token); }, token * layout.token_rows,
+        (token + 1) * layout.token_rows, shared, all);
+  }
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    add_parts(scratch + layout.mixed + layout.part_row(a, row) * layout.features, layout.features,
+              sums + row * layout.features);
+  }
+}
+
+// A row at a time, with zeros for the values that it does not see: what is not finite reaches only
+// those who give it a weight. An infinite value makes their sum a NaN, by its product with a part
+// that is zero.
+template <Cached kind>
+inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layout, float* scratch,
+                                   float* sums) {
+  Ahead nothing;
+  uint16_t* parts = reinterpret_cast<uint16_t*>(scratch + layout.parts);
+  float* scales = scratch + layout.value_scales;
+  for (int64_t row = 0; row < layout.rows; ++row) {
+    const float* weights = scratch + layout.weights + row * kWeightStride;
+    const int64_t token = row / values.a.group;
+    values.read_scales<kind>(0, values.all, token, scales);
+    split_weights<kind>(weights, scales, values.all, parts);
+    const auto seen = [&](int64_t i) { return weights[i] == 0 ? -1 : values.slot(i, token); };
+    mix_slots<kind>(values.entries, seen, layout, 0, kTileRows, 0, values.all, scratch, nothing);
+    add_parts(scratch + layout.mixed, layout.features, sums + row * layout.features);
+  }
+}
+
+template <Cached kind>
+inline void attend_block_by_tiles(const Attention& a, const AttentionStep& step,
+                                  const AttentionAhead& steps, float* scratch, float* sums) {
+  const AttentionTile& tile = *step.tile;
+  const TileLayout layout(a, tile.tokens);
+  const Span span(tile, step.block);
+  const Parts parts(a, tile, span, layout, scratch);
+  const Entries keys(a, tile, a.keys), values(a, tile, a.values);
+  Ahead ahead(a, steps, layout.asks(span.strips));
+  const TileShapes shapes(kTileRows, kTileWords);
+  pair_queries(a, tile, layout, scratch);
+  score_by_tiles<kind>(a, keys, parts.context, layout, scratch, ahead);
+  score_by_tiles<kind>(a, keys, parts.fresh, layout, scratch, ahead);
+  weigh_block(a, tile, span, parts, layout, scratch, sums);
+  const Values seen{a, tile, values, span};
+  mix_by_tiles<kind>(seen, layout, scratch, sums, ahead);
+  if (!all_finite(sums, layout.rows * layout.features)) {
+    mix_by_tiles_carefully<kind>(seen, layout, scratch, sums);
+  }
+}
+
+inline void attend_block_where_tiles_serve(const Attention& a, const AttentionStep& step,
+                                           const AttentionAhead& steps, float* scratch,
+                                           float* sums) {
+  if (!tiles_serve(a)) {
+    attend_block(a, step, steps, scratch, sums);
+  } else if (a.cached == Cached::kBfloat16) {
+    attend_block_by_tiles<Cached::kBfloat16>(a, step, steps, scratch, sums);
+  } else if (a.cached == Cached::kCodes8) {
+    attend_block_by_tiles<Cached::kCodes8>(a, step, steps, scratch, sums);
+  } else {
+    attend_block_by_tiles<Cached::kCodes4>(a, step, steps, scratch, sums);
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

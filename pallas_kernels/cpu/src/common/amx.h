@@ -1,0 +1,100 @@
+// The kernels for processors with tile products: those for AVX-512, which such processors have too,
+// but for the products that tiles do faster.
+//
+// Integer sums are exact, so there tiles and vectors may take turns: what a few rows need of 4-bit
+// codes is mostly their decoding, which vectors need not store. A tile's sums of bfloat16 products
+// are rounded in an order of their own, so there tiles do all: a row's bits must not depend on the
+// other rows.
+#pragma once
+
+#include "matmul/matmul.h"
+#include "matmul/tile_product.h"
+
+namespace specjax::avx512_bf16 {
+extern const Kernels kernels;
+}
+
+namespace specjax::SPECJAX_ISA {
+
+inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, const Prepared& x,
+                                    int64_t m, int64_t panel, float* y) {
+  const Product p{w, how, x};
+  const int64_t column = panel * kColumns;
+  constexpr Arithmetic kInteger = Arithmetic::kInteger, kBfloat16 = Arithmetic::kBfloat16;
+  if (how.depth == 0) {
+    avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
+  } else if (how.arithmetic == kInteger) {
+    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
+    const bool shallow = how.depth == kTileWords / 2;
+    if (w.kind == Kind::kInt4 && shallow) {
+      multiply_by_tiles<kInteger, Kind::kInt4, 8>(p, m, column, y);
+    } else if (w.kind == Kind::kInt4) {
+      multiply_by_tiles<kInteger, Kind::kInt4>(p, m, column, y);
+    } else if (shallow) {
+      multiply_by_tiles<kInteger, Kind::kInt8, 8>(p, m, column, y);
+    } else {
+      multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
+    }
+  } else {
+    if (w.kind == Kind::kInt4) return multiply_by_tiles<kBfloat16, Kind::kInt4>(p, m, column, y);
+    if (w.kind == Kind::kBfloat16) {
+      multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
+    } else if (scales_are_exponents(w, column)) {
+      multiply_by_tiles<kBfloat16, Kind::kMxfp4, kTileWords, true>(p, m, column, y);
+    } else {
+      multiply_by_tiles<kBfloat16, Kind::kMxfp4>(p, m, column, y);
+    }
+  }
+}
+
+// Rows of x that vectors multiply by 4-bit codes faster than tiles do.
+inline constexpr int64_t kFewerThanTiles = 4;
+
+inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
+  Preparation how = preparation(w, x, levels);
+  const bool integers = how.arithmetic == Arithmetic::kInteger;
+  const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
+  if (few || how.arithmetic == Arithmetic::kFloat32) return how;
+  if (w.zeros == nullptr) how.sum_size = 0;  // codes are decoded to signed integers
+  const int64_t group_words = w.group_size / (integers ? 4 : 2);
+  how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
+  int64_t portions = (x.m + kTileRows - 1) / kTileRows;
+  if (portions > 1) portions += portions % 2;  // TilePanel takes them by twos
+  how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
+  how.rows = portions * how.portion;
+  return how;
+}
+
+// A tile product is so many operations per arithmetic's products in a word.
+inline constexpr int64_t kTileOperations = 2 * kTileRows * kTileWords * kLanes;
+// Calls of the vectors' probe that one of the tiles' stands for, or setting up would be seen.
+inline constexpr int kProbeCalls = 8;
+
+// `operations` as Kernels counts them, with nothing to load.
+template <Arithmetic A>
+inline uint32_t multiply_only_tiles(int64_t operations) {
+  alignas(64) Word zeros[kTileRows] = {};
+  const TileShapes shapes(kTileRows, kTileWords);
+  load_tile<4>(zeros, kBytes), load_tile<6>(zeros, kBytes);
+  zero_tile<0>(), zero_tile<1>();
+  for (int64_t done = 0; done < operations; done += 2 * kTileOperations) {
+    add_product<A, 0, 4, 6>(), add_product<A, 1, 4, 6>();
+  }
+  store_tile<0>(zeros, kBytes);
+  return zeros[0][0];
+}
+
+inline uint32_t multiply_only_by_tiles(Arithmetic arithmetic) {
+  const int64_t operations = kProbeCalls * avx512_bf16::kernels.operations;
+  if (arithmetic == Arithmetic::kInteger) {
+    return multiply_only_tiles<Arithmetic::kInteger>(operations);
+  }
+  if (arithmetic == Arithmetic::kBfloat16) {
+    return multiply_only_tiles<Arithmetic::kBfloat16>(operations);
+  }
+  uint32_t sum = 0;
+  for (int i = 0; i < kProbeCalls; ++i) sum += avx512_bf16::kernels.multiply(arithmetic);
+  return sum;
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,114 @@
+// Preparation of x, row by row: quantization as in pallas_kernels/activations.py, bit for bit, or a
+// change of type; padding with zeros; sums over groups.
+#pragma once
+
+#include "common/bfloat16.h"
+#include "common/simd.h"
+#include "common/types.h"
+
+namespace specjax::SPECJAX_ISA {
+
+// A row of x as float32.
+inline void read_row(const Input& x, int64_t row, float* values) {
+  const int64_t start = row * x.k;
+  if (!x.bfloat16) {
+    std::memcpy(values, static_cast<const float*>(x.data) + start, x.k * sizeof(float));
+    return;
+  }
+  const uint16_t* bits = static_cast<const uint16_t*>(x.data) + start;
+  for (int64_t i = 0; i < x.k; ++i) values[i] = bfloat16_value(bits[i]);
+}
+
+// The largest magnitude of values[size], or NaN if there is one. Sizes are multiples of 32.
+inline float largest(const float* values, int64_t size) {
+  Float top{}, bad{};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Float v = load<Float>(values + i);
+    const Float magnitude = (Float)((Word)v & 0x7FFFFFFFu);
+    top = magnitude > top ? magnitude : top;
+    bad = magnitude == magnitude ? bad : magnitude;
+  }
+  float result = 0, nan = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (top[lane] > result) result = top[lane];
+    if (bad[lane] != 0) nan = bad[lane];
+  }
+  return nan != 0 ? nan : result;
+}
+
+// One group: q ≈ values / scale. Returns the scale.
+inline float quantize(const float* values, int64_t size, int levels, int8_t* q) {
+  constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
+  constexpr float kRound = 12582912.0f;     // 1.5 · 2^23: adding it rounds to an integer, ties to even
+  float scale = largest(values, size) * (1.0f / static_cast<float>(levels));
+  if (scale < kTiny) scale = 0;
+  const float inverse = scale == 0 ? 0 : 1 / scale;
+  for (int64_t i = 0; i < size; ++i) {
+    const float shifted = values[i] * inverse + kRound;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);  // the integer is in the low bits; of a NaN, any
+    q[i] = static_cast<int8_t>(bits);
+  }
+  return scale;
+}
+
+// Sums are `stride` apart.
+template <typename Value, typename Sum>
+inline void sum_runs(const Value* values, int64_t count, int64_t size, Sum* sums, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    Sum total = 0;
+    for (int64_t j = 0; j < size; ++j) total += values[i * size + j];
+    sums[i * stride] = total;
+  }
+}
+
+inline void prepare_bfloat16(const Preparation& how, const float* values, uint16_t* words) {
+  for (int64_t i = 0; i < how.inputs; i += 4) {
+    words[i] = bfloat16_bits(values[i]);
+    words[i + 3] = bfloat16_bits(values[i + 3]);
+    words[i + 1] = bfloat16_bits(values[how.swap_pairs ? i + 2 : i + 1]);
+    words[i + 2] = bfloat16_bits(values[how.swap_pairs ? i + 1 : i + 2]);
+  }
+}
+
+// Row `row` of [rows, words] -> [words / depth, rows, depth].
+inline void write_tiled(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
+                        uint32_t* out) {
+  for (int64_t i = 0; i < count; i += how.depth) {
+    std::memcpy(out + i * how.rows + row * how.depth, words + i, how.depth * sizeof(uint32_t));
+  }
+}
+
+inline void prepare_row(const Preparation& how, const Input& x, int64_t row, float* values,
+                        const Prepared& out) {
+  read_row(x, row, values);
+  std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
+  const int64_t count = how.arithmetic == Arithmetic::kInteger    ? how.inputs / 4
+                        : how.arithmetic == Arithmetic::kBfloat16 ? how.inputs / 2
+                                                                  : how.inputs;
+  uint32_t* words = how.depth == 0 ? out.words + row * count
+                                   : reinterpret_cast<uint32_t*>(values + how.inputs);
+  const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
+  const int64_t stride = how.depth == 0 ? 1 : how.rows;
+  const int64_t first_sum = how.depth == 0 ? row * sums : row;
+  if (how.arithmetic == Arithmetic::kInteger) {
+    const int64_t groups = how.inputs / how.group_size;
+    float* scales = out.scales + (how.depth == 0 ? row * groups : row);
+    int8_t* q = reinterpret_cast<int8_t*>(words);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t start = g * how.group_size;
+      scales[g * stride] = quantize(values + start, how.group_size, how.levels, q + start);
+    }
+    sum_runs(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + first_sum, stride);
+  } else {
+    sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + first_sum, stride);
+    if (how.arithmetic == Arithmetic::kBfloat16) {
+      prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(words));
+    } else {
+      std::memcpy(words, values, how.inputs * sizeof(float));
+    }
+  }
+  if (how.depth != 0) write_tiled(how, words, count, row, out.words);
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,148 @@
+// Few rows of x and an interleaved weight: to decode a panel would cost more than the products, so
+// what is decoded is multiplied at once. The same sums in the same order as by panels.
+#pragma once
+
+#include "matmul/product.h"
+
+namespace specjax::SPECJAX_ISA {
+
+// Sums under way at once, as many as registers hold beside what is multiplied.
+#if defined(__AVX512BW__) || defined(__aarch64__)
+inline constexpr int kFewSums = 16;
+#else
+inline constexpr int kFewSums = 8;
+#endif
+
+// Where several instructions multiply bytes, they need registers too.
+template <Arithmetic A>
+constexpr int few_rows(Kind kind) {
+  const bool crowded = A == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;
+  return kFewSums / (crowded ? 4 : 2);
+}
+
+// Whether m rows of x are multiplied so.
+template <Arithmetic A>
+inline bool are_few(const Weight& w, int64_t m) {
+  return w.interleaved && m <= few_rows<A>(w.kind);
+}
+
+// Bytes that are asked for before they are read: the hardware alone stops at the end of every page.
+inline constexpr int64_t kAhead = 1 << 14;
+
+// The kLanes outputs from `column` on, for R rows of x.
+template <Arithmetic A, Kind kind, int R>
+class FewRows {
+ public:
+  FewRows(const Product& p, int64_t column)
+      : p_(p),
+        groups_(p.w, column),
+        lane_(column % kTile * kWordBytes),
+        tile_(p.w.data + (column & -kTile) * p.w.row_bytes) {}
+
+  SPECJAX_INLINE void multiply(Float* y) {
+    const int64_t tile_bytes = p_.w.row_bytes * kTile;
+    for (int64_t chunk = 0; chunk < p_.how.inputs / (2 * kRun<A>); ++chunk) {
+      const uint8_t* from = tile_ + chunk * kChunkBytes;
+      const int64_t left = tile_bytes - chunk * kChunkBytes;
+      groups_.ask<A>(1, chunk + 1);
+      if (kind <= Kind::kInt8 || left >= kChunkBytes) {  // what is quantized has whole chunks
+        add_chunk(chunk, from, y);
+      } else {
+        alignas(64) uint8_t edge[kChunkBytes] = {};
+        std::memcpy(edge, from, left);
+        add_chunk(chunk, edge, y);
+      }
+    }
+  }
+
+ private:
+  using Vector = typename Sums<A>::Vector;
+  static constexpr int64_t kWordBytes = 4;
+  static constexpr int kChains = Sums<A>::kChains;
+  static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTile;
+  // Runs that lie in the same words are summed together, if there are registers for both.
+  static constexpr bool kSameWords = kind <= Kind::kMxfp4;
+  static constexpr int kRuns = kSameWords && 2 * R * kChains <= kFewSums ? 2 : 1;
+  static constexpr int kSteps = kRun<A> / kSmallestGroup;
+  static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
+  static constexpr int kStepWords = kRunBytes / kSteps / (kTile * kWordBytes);
+
+  // Segments end in one order, however many rows there are: of runs that share words by turns.
+  SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
+    if constexpr (kRuns == 2) {
+      add_runs<0>(chunk, from, 0, kSteps, y);
+    } else {
+      const int64_t length = kSameWords ? p_.segment<A>() / kSmallestGroup : kSteps;
+      for (int64_t step = 0; step < kSteps; step += length) {
+        add_runs<0>(chunk, from, step, step + length, y);
+        add_runs<1>(chunk, kSameWords ? from : from + kRunBytes, step, step + length, y);
+      }
+    }
+  }
+
+  // Of runs first … first + kRuns - 1 the steps begin … last - 1. A step is of the smallest group: it
+  // is known where in it a word is, and that it ends there.
+  template <int first>
+  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last,
+                               Float* y) {
+    constexpr int kStepInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
+    const int64_t segment = p_.segment<A>(), start = run_start<A>(p_.w, chunk, first);
+    const uint32_t* x[R];
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] = p_.words<A>(r, start + begin * kStepInputs);
+    Vector sums[kRuns][R][kChains] = {};
+    const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      if (run < first || run >= first + kRuns) return;  // the words hold both runs
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        Vector& sum = sums[run - first][r][word & (kChains - 1)];
+        sum = Sums<A>::add(sum, value, splat(x[r][(run - first) * kRunStride + word]));
+      }
+    };
+    from += begin * kStepWords * kTile * kWordBytes;
+    for (int64_t step = begin; step < last; ++step) {
+      SPECJAX_UNROLL for (int i = 0; i < kStepWords; ++i, from += kTile * kWordBytes) {
+        if (first == 0 || !kSameWords) __builtin_prefetch(from + kAhead);
+        decoder_.decode(first, i, load<Word>(from + lane_), add);
+      }
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] += kStepInputs / kPerWord<A>;
+      const int64_t end = (step + 1) * kStepInputs;
+      if ((end & (segment - 1)) != 0) continue;
+      SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+        end_segment(start + run * kPlane + end - segment, sums[run], y);
+      }
+    }
+  }
+
+  SPECJAX_INLINE void end_segment(int64_t start, Vector (*sums)[kChains], Float* y) {
+    const Place place = Place::of<A>(p_, start);
+    const Group group = groups_.read(0, place.group);
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+      Vector total{};
+      SPECJAX_UNROLL for (int chain = 0; chain < kChains; ++chain) {
+        total += sums[r][chain];
+        sums[r][chain] = Vector{};
+      }
+      add_scaled<A>(p_, group, place, r, total, y[r]);
+    }
+  }
+
+  const Product& p_;
+  Groups groups_;
+  const int64_t lane_;  // bytes from a word of the tile's first row to one of the first output's
+  const uint8_t* tile_;
+  Decoder<A, kind> decoder_;
+};
+
+template <Arithmetic A, Kind kind, int R>
+inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) {
+  if constexpr (R > 1) {
+    if (m < R) return multiply_few<A, kind, R - 1>(p, column, m, y);
+  }
+  for (int64_t n = column; n < column + kColumns && n < p.w.n; n += kLanes) {
+    Float sums[R] = {};
+    FewRows<A, kind, R>(p, n).multiply(sums);
+    const int64_t outputs = p.w.n - n < kLanes ? p.w.n - n : kLanes;
+    for (int r = 0; r < R; ++r) store_some(y + r * p.w.n + n, sums[r], outputs);
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

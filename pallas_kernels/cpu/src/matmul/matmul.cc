@@ -1,0 +1,219 @@
+// The XLA handler of `matmul`: checks every buffer, prepares x once per way of reading it, and
+// deals the panels of all weights out to the threads.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "common/handlers.h"
+#include "common/isa.h"
+#include "common/threads.h"
+#include "common/types.h"
+
+namespace specjax {
+namespace {
+
+constexpr int64_t kSerialWork = 1 << 15;  // values of x that one thread prepares faster than two
+
+// What the attributes say of one weight.
+struct Description {
+  Kind kind;
+  int64_t group_size;  // 0: one scale per output
+  bool zeros;
+  int64_t outputs;  // of an interleaved weight; 0: it is stored row by row
+
+  bool quantized() const { return kind <= Kind::kInt8; }
+  int64_t buffers() const { return quantized() ? 2 + zeros : 1; }
+};
+
+int64_t tiles(int64_t rows) { return (rows + kTile - 1) / kTile; }
+
+ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zeros, Weight& w) {
+  const Shape shape =
+      w.interleaved ? Shape{tiles(w.n), w.groups, kTile} : Shape{w.n, w.groups};
+  if (shape_of(scales) != shape) {
+    return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
+  }
+  switch (scales.element_type()) {
+    case ffi::BF16: w.scale = Scale::kBfloat16; break;
+    case ffi::F16: w.scale = Scale::kFloat16; break;
+    case ffi::F32: w.scale = Scale::kFloat32; break;
+    case ffi::U8: w.scale = Scale::kE8m0; break;
+    default: return invalid("scales have an unknown type");
+  }
+  if ((w.scale == Scale::kE8m0) != (w.kind == Kind::kMxfp4)) {
+    return invalid("scales have another format's type");
+  }
+  w.scales = scales.untyped_data();
+  if (zeros == nullptr) return ffi::Error::Success();
+  if (shape_of(*zeros) != shape || zeros->element_type() != ffi::S8) {
+    return invalid("zeros must be int8 like the scales, got " + text(shape_of(*zeros)));
+  }
+  w.zeros = static_cast<const int8_t*>(zeros->untyped_data());
+  return ffi::Error::Success();
+}
+
+// The buffers from args[first] on as the weight that `d` describes, for x: [m, k].
+ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int64_t first,
+                       int64_t k, Weight& w) {
+  std::vector<ffi::AnyBuffer> buffers;
+  for (int64_t i = first; i < first + d.buffers(); ++i) {
+    auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    buffers.push_back(*buffer);
+  }
+  const ffi::AnyBuffer& data = buffers[0];
+  const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
+  const int64_t padded = (k + kBlock - 1) / kBlock * kBlock;
+  w = Weight{};
+  w.kind = d.kind, w.inputs = d.quantized() ? padded : k;
+  w.interleaved = d.outputs != 0;
+  const Shape dims = shape_of(data);
+  w.n = w.interleaved || dims.empty() ? d.outputs : dims[0];
+  const int64_t columns = w.nibbles() ? padded / 2 : w.inputs;
+  const int64_t size = ffi::ByteWidth(types[static_cast<int>(d.kind)]), per_word = 4 / size;
+  const int64_t words = (columns + per_word - 1) / per_word;
+  const Shape wanted =
+      w.interleaved ? Shape{tiles(w.n), words, kTile * per_word} : Shape{w.n, columns};
+  if (data.element_type() != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 ||
+      columns < 1) {
+    return invalid("a weight for " + std::to_string(k) + " inputs does not fit: got " + text(dims));
+  }
+  w.row_bytes = w.interleaved ? 4 * words : size * columns;
+  w.data = static_cast<const uint8_t*>(data.untyped_data());
+  if (!d.quantized()) return ffi::Error::Success();
+  w.group_size = d.group_size == 0 ? padded : d.group_size;
+  if (w.group_size != padded && w.group_size != 32 && w.group_size != 64 && w.group_size != 128) {
+    return invalid("unknown group size " + std::to_string(d.group_size));
+  }
+  w.groups = padded / w.group_size;
+  return check_groups(buffers[1], d.zeros ? &buffers[2] : nullptr, w);
+}
+
+// Memory for one prepared x, kept by the thread for its next call.
+class Storage {
+ public:
+  Prepared reserve(const Preparation& how) {
+    const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
+    const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
+    const size_t needed = how.rows * (how.inputs + groups + sums) + kSlack;
+    if (memory_.size() < needed) memory_.resize(needed);
+    uint32_t* start = memory_.data();
+    start += (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 / sizeof(uint32_t);
+    float* scales = reinterpret_cast<float*>(start + how.rows * how.inputs);
+    return {start, scales, scales + how.rows * groups};
+  }
+
+ private:
+  static constexpr size_t kSlack = 32;
+  std::vector<uint32_t> memory_;
+};
+
+void prepare(ffi::ThreadPool& pool, const Kernels& kernels, const Preparation& how, const Input& x,
+             const Prepared& out) {
+  const int64_t rows = std::max<int64_t>(1, kSerialWork / how.inputs);
+  parallel_for(pool, (x.m + rows - 1) / rows, [&](int64_t part) {
+    thread_local std::vector<float> values;
+    if (values.size() < static_cast<size_t>(2 * how.inputs)) values.resize(2 * how.inputs);
+    for (int64_t row = part * rows; row < std::min(x.m, (part + 1) * rows); ++row) {
+      kernels.prepare_row(how, x, row, values.data(), out);
+    }
+  });
+}
+
+struct Product {
+  Weight weight;
+  Preparation how;
+  Prepared x;
+  float* y;
+  int64_t first_panel;
+};
+
+void multiply(ffi::ThreadPool& pool, const Kernels& kernels, const Input& x,
+              std::vector<Product>& products) {
+  thread_local std::vector<Storage> storage;
+  if (storage.size() < products.size()) storage.resize(products.size());
+  int64_t panels = 0;
+  for (size_t i = 0; i < products.size(); ++i) {
+    Product& product = products[i];
+    product.first_panel = panels;
+    panels += (product.weight.n + kernels.columns - 1) / kernels.columns;
+    const auto same = std::find_if(products.begin(), products.begin() + i, [&](const Product& p) {
+      return p.how == product.how;
+    });
+    if (same != products.begin() + i) {
+      product.x = same->x;
+    } else {
+      product.x = storage[i].reserve(product.how);
+      prepare(pool, kernels, product.how, x, product.x);
+    }
+  }
+  parallel_for(pool, panels, [&](int64_t panel) {
+    const Product& p = *std::find_if(products.rbegin(), products.rend(), [&](const Product& each) {
+      return each.first_panel <= panel;
+    });
+    kernels.multiply_panel(p.weight, p.how, p.x, x.m, panel - p.first_panel, p.y);
+  });
+}
+
+ffi::Error read_input(const ffi::AnyBuffer& x, Input& input) {
+  const Shape dims = shape_of(x);
+  const auto type = x.element_type();
+  if (dims.size() != 2 || !is_float(type)) {
+    return invalid("x must be a bfloat16 or float32 matrix, got " + text(dims));
+  }
+  input = {x.untyped_data(), type == ffi::BF16, dims[0], dims[1]};
+  return ffi::Error::Success();
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
+                  ffi::RemainingRets results, int64_t levels, std::string_view instruction_set,
+                  ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> group_sizes,
+                  ffi::Span<const int64_t> zeros, ffi::Span<const int64_t> outputs) {
+  const Kernels* kernels = find_kernels(instruction_set);
+  if (kernels == nullptr) {
+    return invalid("this machine cannot run " + std::string(instruction_set));
+  }
+  Input input;
+  if (auto error = read_input(x, input); error.failure()) return error;
+  if (kinds.size() != results.size() || group_sizes.size() != kinds.size() ||
+      zeros.size() != kinds.size() || outputs.size() != kinds.size() || levels < 0 ||
+      levels > 127) {
+    return invalid("attributes and results do not fit together");
+  }
+  std::vector<Product> products(kinds.size());
+  int64_t first = 0;
+  for (size_t i = 0; i < products.size(); ++i) {
+    const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], zeros[i] != 0, outputs[i]};
+    if (kinds[i] < 0 || d.kind > Kind::kFloat32) return invalid("unknown kind of weight");
+    if (levels != 0 && !d.quantized()) return invalid("integer products need a quantized weight");
+    Product& p = products[i];
+    if (auto error = read_weight(d, args, first, input.k, p.weight); error.failure()) return error;
+    first += d.buffers();
+    auto y = results.get<ffi::AnyBuffer>(i);
+    if (!y.has_value()) return y.error();
+    if (shape_of(**y) != Shape{input.m, p.weight.n} || (*y)->element_type() != ffi::F32) {
+      return invalid("a result does not fit: got " + text(shape_of(**y)));
+    }
+    p.y = static_cast<float*>((*y)->untyped_data());
+    p.how = kernels->preparation(p.weight, input, static_cast<int>(levels));
+  }
+  if (first != static_cast<int64_t>(args.size())) return invalid("too many buffers");
+  if (input.m > 0) multiply(pool, *kernels, input, products);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace specjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_matmul, specjax::matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("levels")
+                                  .Attr<std::string_view>("instruction_set")
+                                  .Attr<ffi::Span<const int64_t>>("kinds")
+                                  .Attr<ffi::Span<const int64_t>>("group_sizes")
+                                  .Attr<ffi::Span<const int64_t>>("zeros")
+                                  .Attr<ffi::Span<const int64_t>>("outputs"));

@@ -1,0 +1,161 @@
+// y[m, n] = Σ_groups scales · (sum over the group's inputs), for a panel of outputs and all rows.
+//
+// A row's result is a function of that row and the weight alone: every sum runs over the inputs in
+// one order, run after run, whatever the other rows are; the groups' integer sums are exact.
+#pragma once
+
+#include "matmul/few_rows.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kRowsPerPass = 96;  // rows that share one decoded panel: their y is in cache
+
+inline constexpr int kWordsPerStep = 8;  // of `ahead`
+
+// Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on. Meanwhile `ahead` takes its
+// steps, or memory would rest until the next chunk is decoded.
+template <Arithmetic A, int R>
+inline void add_segment(const Product& p, const Group* groups, const Place& place,
+                        const Word* panel, int64_t start, int64_t row, Prefetch& ahead, Float* y) {
+  const int64_t stride = p.how.inputs / kPerWord<A>;
+  const uint32_t* words = p.words<A>(row, start);
+  using Vector = typename Sums<A>::Vector;
+  constexpr int kChains = Sums<A>::kChains, kStride = kWordsPerStep * kChains;
+  static_assert(kSmallestGroup / kPerWord<A> % kStride == 0);
+  Vector totals[R][kVectors];
+  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] = Vector{};
+  }
+  for (int chain = 0; chain < kChains; ++chain) {
+    Vector sums[R][kVectors] = {};
+    for (int64_t i = chain; i < p.segment<A>() / kPerWord<A>; i += kChains) {
+      if (i % kStride == chain) ahead.step();
+      Word weights[kVectors];
+      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        const Word values = splat(words[r * stride + i]);
+        SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
+          sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
+        }
+      }
+    }
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] += sums[r][v];
+    }
+  }
+  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
+      add_scaled<A>(p, groups[v], place, row + r, totals[r][v], y[r * kVectors + v]);
+    }
+  }
+}
+
+template <Arithmetic A, int R>
+inline void add_rows(const Product& p, const Group* groups, const Place& place, const Word* panel,
+                     int64_t start, int64_t row, int64_t rows, Prefetch& ahead, Float* y) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_rows<A, R - 1>(p, groups, place, panel, start, row, rows, ahead, y);
+  }
+  add_segment<A, R>(p, groups, place, panel, start, row, ahead, y);
+}
+
+// Adds a chunk for `m` rows from `first` on, in even portions of at most kRows.
+template <Arithmetic A, Kind kind>
+inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t chunk,
+                      int64_t first, int64_t m, Prefetch& ahead, Float* y) {
+  alignas(64) Word panel[2 * kRunWords<A> * kVectors];
+  ahead.begin_chunk();
+  groups.ask<A>(kVectors, chunk + 1);
+  decode_chunk<A, kind>(p.w, column, chunk, panel);
+  const int64_t portions = (m + kRows - 1) / kRows;
+  const int64_t rest = m % portions, segments = kRun<A> / p.segment<A>();
+  for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which FewRows ends them
+    const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s >= segments;
+    const int64_t i = (kind <= Kind::kMxfp4 ? s / 2 : s - run * segments) * p.segment<A>();
+    const int64_t start = run_start<A>(p.w, chunk, run) + i;
+    Group group[kVectors];
+    const Place place = Place::of<A>(p, start);
+    for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, place.group);
+    const Word* part = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
+    int64_t row = 0;
+    for (int64_t portion = 0; portion < portions; ++portion) {
+      const int64_t count = m / portions + (portion < rest);
+      Float* sums = y + row * kVectors;
+      add_rows<A, kRows>(p, group, place, part, start, first + row, count, ahead, sums);
+      row += count;
+    }
+  }
+}
+
+// y[first … first + m - 1, the panel's columns].
+template <Arithmetic A, Kind kind>
+inline void multiply_many(const Product& p, int64_t column, int64_t first, int64_t m, float* y) {
+  alignas(64) Float sums[kRowsPerPass * kVectors];
+  std::memset(sums, 0, m * kVectors * sizeof(Float));
+  Groups groups(p.w, column);
+  const int64_t portions = (m + kRows - 1) / kRows;
+  const int64_t steps = portions * 2 * kRunWords<A> / kWordsPerStep;
+  Prefetch ahead(p.w, column, kColumns, chunk_bytes<A>(kind), steps);
+  for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
+    add_chunk<A, kind>(p, column, groups, chunk, first, m, ahead, sums);
+  }
+  const int64_t columns = p.w.n - column < kColumns ? p.w.n - column : kColumns;
+  for (int64_t row = 0; row < m; ++row) {
+    std::memcpy(y + (first + row) * p.w.n + column, sums + row * kVectors, columns * sizeof(float));
+  }
+}
+
+template <Arithmetic A, Kind kind>
+inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
+  if (are_few<A>(p.w, m)) return multiply_few<A, kind, few_rows<A>(kind)>(p, column, m, y);
+  const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;
+    multiply_many<A, kind>(p, column, first, next - first, y);
+  }
+}
+
+template <Arithmetic A>
+inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
+  constexpr bool integers = A == Arithmetic::kInteger, floats = A == Arithmetic::kFloat32;
+  if (p.w.kind == Kind::kInt4) return multiply<A, Kind::kInt4>(p, m, column, y);
+  if (p.w.kind == Kind::kMxfp4) return multiply<A, Kind::kMxfp4>(p, m, column, y);
+  if constexpr (integers || floats) {
+    if (p.w.kind == Kind::kInt8) return multiply<A, Kind::kInt8>(p, m, column, y);
+  }
+  if constexpr (!integers) {
+    if (p.w.kind == Kind::kBfloat16) return multiply<A, Kind::kBfloat16>(p, m, column, y);
+  }
+  if constexpr (floats) multiply<A, Kind::kFloat32>(p, m, column, y);
+}
+
+inline void multiply_panel(const Weight& w, const Preparation& how, const Prepared& x, int64_t m,
+                           int64_t panel, float* y) {
+  const Product p{w, how, x};
+  const int64_t column = panel * kColumns;
+  if (how.arithmetic == Arithmetic::kInteger) {
+    multiply<Arithmetic::kInteger>(p, m, column, y);
+  } else if (how.arithmetic == Arithmetic::kFloat32) {
+    multiply<Arithmetic::kFloat32>(p, m, column, y);
+  } else if constexpr (kHasBf16) {
+    multiply<Arithmetic::kBfloat16>(p, m, column, y);
+  }
+}
+
+inline Preparation preparation(const Weight& w, const Input& x, int levels) {
+  Preparation how{};
+  how.levels = levels;
+  how.rows = x.m;
+  const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.kind == Kind::kBfloat16);
+  how.arithmetic = levels != 0 ? Arithmetic::kInteger
+                   : bfloat16  ? Arithmetic::kBfloat16
+                               : Arithmetic::kFloat32;
+  how.swap_pairs = w.nibbles();
+  const int64_t run = how.arithmetic == Arithmetic::kFloat32 ? kRun<Arithmetic::kFloat32> : 128;
+  how.inputs = (w.inputs + 2 * run - 1) / (2 * run) * (2 * run);
+  if (levels != 0) how.group_size = w.group_size;
+  if (levels != 0 || w.zeros != nullptr) how.sum_size = w.group_size < run ? w.group_size : run;
+  return how;
+}
+
+}  // namespace specjax::SPECJAX_ISA

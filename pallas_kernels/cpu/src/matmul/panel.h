@@ -1,0 +1,220 @@
+// Panels: kColumns outputs times a chunk of inputs of a weight, turned and decoded so that one
+// vector holds one word of inputs for kLanes neighbouring outputs.
+//
+// An interleaved weight (pallas_kernels/interleave.py) is stored as those vectors. Of one that is
+// stored row by row, rows are read a slab of kBytes at a time, kLanes rows at once, and transposed
+// in registers, which costs a fifth of what memory could give.
+//
+// A chunk is two runs of `kRun` inputs: of packed nibbles, the same bytes' low and high ones.
+#pragma once
+
+#include "common/prefetch.h"
+#include "common/simd.h"
+#include "common/types.h"
+
+namespace specjax::SPECJAX_ISA {
+
+// kVectors · kLanes outputs per panel, so that as many sums are under way as hide a product's
+// latency; kRows rows of x at once, as many as the registers hold sums.
+#if defined(__AVX512BW__)
+inline constexpr int kVectors = 4, kRows = 6;
+#elif defined(__AVX2__)
+inline constexpr int kVectors = 2, kRows = 4;
+#elif defined(__aarch64__)
+inline constexpr int kVectors = 4, kRows = 5;
+#else
+inline constexpr int kVectors = 2, kRows = 4;
+#endif
+inline constexpr int kColumns = kVectors * kLanes;
+
+template <Arithmetic A>
+inline constexpr int kPerWord = A == Arithmetic::kInteger ? 4 : A == Arithmetic::kBfloat16 ? 2 : 1;
+
+// Inputs per run: as many as leave a panel in the first-level cache.
+template <Arithmetic A>
+inline constexpr int kRun = A == Arithmetic::kFloat32 ? 64 : 128;
+
+template <Arithmetic A>
+inline constexpr int kRunWords = kRun<A> / kPerWord<A>;
+
+// What is added to a weight's integers to make them unsigned bytes.
+inline int offset(Kind kind) {
+  return kind == Kind::kInt4 ? 8 : kind == Kind::kMxfp4 ? 12 : 128;
+}
+
+// Of 4-bit codes, the integer plus the offset.
+alignas(16) inline constexpr uint8_t kInt4Bytes[16] = {8,  9,  10, 11, 12, 13, 14, 15,
+                                                       0,  1,  2,  3,  4,  5,  6,  7};
+alignas(16) inline constexpr uint8_t kMxfp4Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                        12, 11, 10, 9,  8,  6,  4,  0};
+
+inline const uint8_t* code_bytes(Kind kind) {
+  return kind == Kind::kInt4 ? kInt4Bytes : kMxfp4Bytes;
+}
+
+// The first input of run `run` (0 or 1) of chunk `chunk`.
+template <Arithmetic A>
+inline int64_t run_start(const Weight& w, int64_t chunk, int run) {
+  if (!w.nibbles()) return (2 * chunk + run) * kRun<A>;
+  constexpr int64_t per_plane = kPlane / kRun<A>;
+  return chunk / per_plane * kBlock + chunk % per_plane * kRun<A> + run * kPlane;
+}
+
+// Bytes of a row per chunk.
+template <Arithmetic A>
+constexpr int chunk_bytes(Kind kind) {
+  return kind == Kind::kFloat32    ? 8 * kRun<A>
+         : kind == Kind::kBfloat16 ? 4 * kRun<A>
+         : kind == Kind::kInt8     ? 2 * kRun<A>
+                                   : kRun<A>;
+}
+
+// A slab of an interleaved weight. Its last tile is whole.
+SPECJAX_INLINE void read_interleaved(const Weight& w, int64_t row, int64_t offset, Word* words) {
+  const int64_t tile = row & -kTile;
+  const uint8_t* from = w.data + tile * w.row_bytes + offset * kTile + (row - tile) * 4;
+  const int64_t left = row < w.n ? (w.row_bytes - offset) / 4 : 0;
+  if (__builtin_expect(left < kLanes, 0)) {
+    for (int i = 0; i < kLanes; ++i) words[i] = i < left ? load<Word>(from + i * kTile * 4) : Word{};
+    return;
+  }
+  SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * kTile * 4);
+}
+
+// kLanes rows of kBytes bytes, from row `row` and byte `offset` of a row on, transposed. What lies
+// outside the weight is zero.
+SPECJAX_INLINE void read_slab(const Weight& w, int64_t row, int64_t offset, Word* words) {
+  if (w.interleaved) return read_interleaved(w, row, offset, words);
+  alignas(64) uint8_t edge[kLanes * kBytes];
+  const uint8_t* from = w.data + row * w.row_bytes + offset;
+  int64_t stride = w.row_bytes;
+  const int64_t rows = w.n - row, bytes = w.row_bytes - offset;
+  if (__builtin_expect(rows < kLanes || bytes < kBytes, 0)) {
+    std::memset(edge, 0, sizeof edge);
+    for (int64_t i = 0; i < rows && i < kLanes && bytes > 0; ++i) {
+      std::memcpy(edge + i * kBytes, from + i * stride, bytes < kBytes ? bytes : kBytes);
+    }
+    from = edge, stride = kBytes;
+  }
+  SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * stride);
+  transpose(words);
+}
+
+#if defined(__AVX512BW__)
+// What the 16 codes of `kind` stand for: a float32 in every lane, or a bfloat16 in every half of one,
+// where all are there twice.
+template <Arithmetic A, Kind kind>
+inline Word value_table() {
+  uint32_t floats[2 * kLanes];
+  uint16_t bfloats[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    const float value = static_cast<float>(code_bytes(kind)[i % 16] - offset(kind));
+    std::memcpy(floats + i, &value, sizeof value);
+    bfloats[i] = static_cast<uint16_t>(floats[i] >> 16);
+  }
+  return A == Arithmetic::kBfloat16 ? load<Word>(bfloats) : load<Word>(floats);
+}
+
+// The values of the low nibbles of `codes`' lanes or halves; what is above them is ignored.
+template <Arithmetic A>
+SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
+  if (A == Arithmetic::kBfloat16) {
+    return (Word)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
+  }
+  return (Word)_mm512_permutexvar_epi32((__m512i)codes, (__m512i)table);
+}
+#endif
+
+// Decodes words of a weight: calls put(run, word of the run, value).
+template <Arithmetic A, Kind kind>
+struct Decoder {
+#if defined(__AVX512BW__)
+  Word table = value_table<A, kind>();
+#endif
+
+  // Four bytes of every row: number `index` of the run `run`, or of both runs' nibbles.
+  template <typename Put>
+  SPECJAX_INLINE void decode(int run, int index, Word word, const Put& put) const {
+    if constexpr (kind <= Kind::kMxfp4) {
+      decode_nibbles(index, word, put);
+    } else if constexpr (kind == Kind::kInt8) {
+      put_bytes(run, index, word ^ 0x80808080u, put);
+    } else if constexpr (kind == Kind::kBfloat16 && A == Arithmetic::kFloat32) {
+      put(run, 2 * index, word << 16);
+      put(run, 2 * index + 1, word & 0xFFFF0000u);
+    } else {
+      put(run, index, word);
+    }
+  }
+
+  template <typename Put>
+  SPECJAX_INLINE void decode_nibbles(int quad, Word codes, const Put& put) const {
+#if defined(__AVX512BW__)
+    if constexpr (A != Arithmetic::kInteger) {
+      constexpr int kWords = 4 / kPerWord<A>;
+      SPECJAX_UNROLL for (int i = 0; i < kWords; ++i) {
+        put(0, kWords * quad + i, look_up_values<A>(codes >> (8 * i), table));
+        put(1, kWords * quad + i, look_up_values<A>(codes >> (8 * i + 4), table));
+      }
+      return;
+    }
+#endif
+    if constexpr (A == Arithmetic::kFloat32 && kind == Kind::kInt4) {  // a shift extends the sign
+      SPECJAX_UNROLL for (int i = 0; i < 4; ++i) {
+        put(0, 4 * quad + i, (Word)to_float((Int)(codes << (28 - 8 * i)) >> 28));
+        put(1, 4 * quad + i, (Word)to_float((Int)(codes << (24 - 8 * i)) >> 28));
+      }
+      return;
+    }
+    if constexpr (kind == Kind::kInt4) codes ^= 0x88888888u;
+    Word low = codes & 0x0F0F0F0Fu, high = codes >> 4 & 0x0F0F0F0Fu;
+    if constexpr (kind == Kind::kMxfp4) {
+      low = lookup(low, kMxfp4Bytes), high = lookup(high, kMxfp4Bytes);
+    }
+    put_bytes(0, quad, low, put);
+    put_bytes(1, quad, high, put);
+  }
+
+  // Unsigned bytes of the four inputs from 4 · `quad` on.
+  template <typename Put>
+  SPECJAX_INLINE void put_bytes(int run, int quad, Word bytes, const Put& put) const {
+    if constexpr (A == Arithmetic::kInteger) {
+      put(run, quad, bytes);
+    } else {
+      SPECJAX_UNROLL for (int i = 0; i < 4; ++i) {
+        const Float value = to_float((Int)(bytes >> (8 * i) & 0xFFu));
+        put(run, 4 * quad + i, (Word)(value - splat(static_cast<float>(offset(kind)))));
+      }
+    }
+  }
+};
+
+// Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on.
+template <Arithmetic A, Kind kind, typename Put>
+SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const Put& put) {
+  constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;  // of a row's bytes: one per run they hold
+  constexpr int kPartBytes = chunk_bytes<A>(kind) / kParts;
+  const Decoder<A, kind> decoder;
+  SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
+    for (int slab = 0; slab < kPartBytes / kBytes; ++slab) {
+      Word words[kLanes];
+      read_slab(w, row, (chunk * kParts + part) * kPartBytes + slab * kBytes, words);
+      SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
+        decoder.decode(part, slab * kLanes + i, words[i], put);
+      }
+    }
+  }
+}
+
+// A chunk of kColumns outputs: panel[word of the chunk][vector].
+template <Arithmetic A, Kind kind>
+SPECJAX_INLINE void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Word* panel) {
+  for (int vector = 0; vector < kVectors; ++vector) {
+    const auto put = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
+    };
+    decode_rows<A, kind>(w, column + vector * kLanes, chunk, put);
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

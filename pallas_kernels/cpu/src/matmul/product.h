@@ -1,0 +1,81 @@
+// One product of x with a weight: where its sums begin and end, and how they come into y.
+#pragma once
+
+#include "matmul/groups.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kSmallestGroup = 32;
+
+// The sum over a segment: of chains that each take every kChains-th word, since a product of floats
+// waits for the one before it in its chain; they are added in their order at the end.
+template <Arithmetic A>
+struct Sums;
+template <>
+struct Sums<Arithmetic::kInteger> {
+  using Vector = Int;
+  static constexpr int kChains = 1;
+  static Int add(Int sum, Word w, Word x) { return dot4(sum, w, x); }
+};
+template <>
+struct Sums<Arithmetic::kBfloat16> {
+  using Vector = Float;
+  static constexpr int kChains = 2;
+  static Float add(Float sum, Word w, Word x) { return dot2(sum, w, x); }
+};
+template <>
+struct Sums<Arithmetic::kFloat32> {
+  using Vector = Float;
+  static constexpr int kChains = 2;
+  static Float add(Float sum, Word w, Word x) { return fma((Float)w, (Float)x, sum); }
+};
+
+// One product of x with a weight, as all functions below see it.
+struct Product {
+  const Weight& w;
+  const Preparation& how;
+  const Prepared& x;
+
+  // Inputs per segment: of one run and one group.
+  template <Arithmetic A>
+  int64_t segment() const {
+    return w.quantized() && w.group_size < kRun<A> ? w.group_size : kRun<A>;
+  }
+
+  // The words of row `row` from input `start` on.
+  template <Arithmetic A>
+  const uint32_t* words(int64_t row, int64_t start) const {
+    return x.words + (row * how.inputs + start) / kPerWord<A>;
+  }
+};
+
+// A segment's place among the scales and the sums.
+struct Place {
+  template <Arithmetic A>
+  static Place of(const Product& p, int64_t start) {
+    const int segment_bits = __builtin_ctzll(p.segment<A>());  // sizes are powers of two
+    const int64_t group = p.w.groups > 1 ? start >> __builtin_ctzll(p.w.group_size) : 0;
+    return {group, start >> segment_bits, p.w.groups, p.how.inputs >> segment_bits};
+  }
+
+  int64_t group, segment, groups, segments;  // the last two: per row
+};
+
+// y += the sums of the segment at `place`, for row `row` of x.
+template <Arithmetic A>
+SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
+                               int64_t row, typename Sums<A>::Vector sum, Float& y) {
+  const int64_t index = row * place.segments + place.segment;
+  if constexpr (A == Arithmetic::kInteger) {
+    sum -= group.zeros * static_cast<const int32_t*>(p.x.sums)[index];
+    y = fma(to_float(sum), group.scale * p.x.scales[row * place.groups + place.group], y);
+  } else {
+    if (p.w.zeros != nullptr) {  // the decoder has taken the offset away
+      const Float zeros = to_float(offset(p.w.kind) - group.zeros);
+      sum = fma(zeros, splat(static_cast<const float*>(p.x.sums)[index]), sum);
+    }
+    y = fma(sum, group.scale, y);
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,338 @@
+// Products by tiles: of two vectors of outputs side by side, which share every load of x.
+//
+// Of a quantized weight sums end with every segment (product.h), where they are scaled; of others they
+// run on to the end. So they do for MXFP4 in bfloat16, whose segments are short: a scale is a power of
+// two, and one instruction scales what is decoded, exactly.
+//
+// What bounds these loops is the first-level cache, which another thread may share: what is decoded
+// must still be in it when it is loaded as a tile. So a stream decodes one step ahead, no more.
+#pragma once
+
+#include "matmul/tile_source.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kPortionsPerPass = 4;  // of rows of x, that share what is decoded
+inline constexpr int kSideBySide = 2;       // vectors of outputs
+
+// Lines that a stream asks for before they are read: what is decoded needs the cache as well.
+inline constexpr int kLinesAhead = 64;
+
+// Takes the zeros times x's sums out of a segment's sums, of the portion's rows from `first` on.
+template <Arithmetic A, Kind kind>
+inline void take_zeros(const Product& p, const Group& group, const Place& place, int64_t first,
+                       typename Sums<A>::Vector* sums) {
+  const int64_t at = place.segment * p.how.rows + first;
+  const Int zeros = group.zeros - offset(p.w.kind);  // the decoder has taken the offset away
+  for (int64_t r = 0; r < p.how.portion; ++r) {
+    if constexpr (A == Arithmetic::kInteger) {
+      sums[r] -= (zeros * static_cast<const int32_t*>(p.x.sums)[at + r]) << kShift<kind>;
+    } else {
+      const float sum = static_cast<const float*>(p.x.sums)[at + r];
+      sums[r] = fma(to_float(-zeros), splat(sum), sums[r]);
+    }
+  }
+}
+
+// y += the sums of segments, for the portion's rows from `first` on: sums[i] of the segment at
+// places[i], in this order.
+template <Arithmetic A, Kind kind, int kCount>
+SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, const Place* places,
+                                 int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
+  Float scales[kCount];
+  const float* x_scales[kCount];
+  SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
+    const Group group = groups.read(vector, places[i].group);
+    if (p.w.zeros != nullptr) take_zeros<A, kind>(p, group, places[i], first, sums[i]);
+    scales[i] = group.scale;
+    x_scales[i] = p.x.scales + places[i].group * p.how.rows + first;
+  }
+  for (int64_t r = 0; r < p.how.portion; ++r) {
+    Float total = y[r];
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
+      if constexpr (A == Arithmetic::kInteger) {
+        total = fma(to_float(sums[i][r] >> kShift<kind>), scales[i] * x_scales[i][r], total);
+      } else {
+        total = fma(sums[i][r], scales[i], total);
+      }
+    }
+    y[r] = total;
+  }
+}
+
+// y[rows of portion `portion`, kLanes outputs from `column` on].
+template <int kTotals>
+inline void write_portion(const Product& p, int64_t m, int64_t column, int64_t portion,
+                          const Float (*totals)[kTileRows], float* y) {
+  const int64_t outputs = p.w.n - column < kLanes ? p.w.n - column : kLanes;
+  for (int64_t r = 0; r < p.how.portion && portion * p.how.portion + r < m; ++r) {
+    float* to = y + (portion * p.how.portion + r) * p.w.n + column;
+    const Float total = kTotals == 1 ? totals[0][r] : totals[0][r] + totals[kTotals - 1][r];
+    store_some(to, total, outputs);
+  }
+}
+
+// What both ways below have: two vectors of outputs, from `column` on; where the second is missing,
+// the first one twice.
+template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
+class TilePair {
+ public:
+  TilePair(const Product& p, int64_t column)
+      : p_(p),
+        steps_(p),
+        column_(column),
+        beside_(column + kLanes < p.w.n),
+        groups_(p.w, column),
+        sources_{{p.w, column, 0, groups_}, {p.w, column + beside_ * kLanes, beside_, groups_}} {}
+
+ protected:
+  using Source = TileSource<A, kind, kDepth, kScaled>;
+  using Steps = typename Source::Steps;
+  using Vector = typename Sums<A>::Vector;
+  static constexpr int kRuns = Steps::kRuns;
+  static constexpr bool kSegments = kind <= Kind::kInt8 && !kScaled;
+  static constexpr int kTotals = kSegments ? 1 : kRuns;  // that make up an output
+
+  const Product& p_;
+  const Steps steps_;
+  const int64_t column_;
+  const int beside_;
+  Groups groups_;
+  Source sources_[kSideBySide];
+};
+
+// One portion of rows. Tile 2 · run + vector holds sums; while a step is multiplied the next one is
+// decoded, a part after every product.
+template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
+class TileStream : TilePair<A, kind, kDepth, kScaled> {
+  using Pair = TilePair<A, kind, kDepth, kScaled>;
+  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::steps_, Pair::column_,
+      Pair::beside_, Pair::groups_, Pair::sources_;
+  using typename Pair::Vector, typename Pair::Steps;
+
+ public:
+  using Pair::Pair;
+
+  SPECJAX_INLINE void multiply(int64_t m, float* y) {
+    constexpr int kPerChunk = Steps::kPerChunk;
+    const int64_t last = steps_.chunks * kPerChunk - 1;
+    zero();
+    SPECJAX_UNROLL for (int part = 0; part < kSideBySide * kRuns; ++part) read(0, part);
+    const uint32_t* x = p_.x.words;
+    for (int64_t chunk = 0; chunk < steps_.chunks; ++chunk, x += steps_.chunk_words) {
+      groups_.template ask<A>(kSideBySide, chunk + 1);
+      for (int64_t s = 0; s < kPerChunk; ++s) {
+        const int64_t step = chunk * kPerChunk + s;
+        add(x + s * steps_.words, step, step < last ? step + 1 : last);
+        if (kSegments && ((s + 1) & (steps_.per_segment - 1)) == 0) {
+          end_segments(2 * chunk * kRun<A> + (s + 1) * Steps::kInputs - p_.template segment<A>());
+        }
+      }
+    }
+    if constexpr (!kSegments) {
+      store<0>(totals_[0][0], totals_[0][kRuns - 1]);
+      store<1>(totals_[1][0], totals_[1][kRuns - 1]);
+    }
+    for (int v = 0; v <= beside_; ++v) {
+      write_portion<kTotals>(p_, m, column_ + v * kLanes, 0, totals_[v], y);
+    }
+  }
+
+ private:
+  static SPECJAX_INLINE void zero() {
+    zero_tile<0>(), zero_tile<1>();
+    if constexpr (kRuns == 2) zero_tile<2>(), zero_tile<3>();
+  }
+
+  // The sums of vector `v`, of both runs.
+  template <int v, typename V>
+  static SPECJAX_INLINE void store(V* first, V* second) {
+    store_tile<v>(first, kBytes);
+    if constexpr (kRuns == 2) store_tile<2 + v>(second, kBytes);
+  }
+
+  // Part `part` of step `step`: a half of a vector's lines that are decoded, or all of them.
+  SPECJAX_INLINE void read(int64_t step, int part) {
+    constexpr int kCount = Steps::kLines / kRuns;
+    const int v = part / kRuns, first = part % kRuns * kCount;
+    sources_[v].template ask<kCount>(step * Steps::kLines + first + kLinesAhead);
+    const Word*& weights = weights_[step & 1][v];
+    weights = sources_[v].stored(step);
+    if (weights != nullptr) return;
+    weights = buffers_[step & 1][v];
+    sources_[v].template read<kCount, kDepth>(step, first, buffers_[step & 1][v]);
+  }
+
+  SPECJAX_INLINE void add(const uint32_t* x, int64_t step, int64_t next) {
+    const Word *left = weights_[step & 1][0], *right = weights_[step & 1][1];
+    add_run<0>(x, left, right, next);
+    if constexpr (kRuns == 2) add_run<1>(x + steps_.run_words, left + kDepth, right + kDepth, next);
+  }
+
+  template <int run>
+  SPECJAX_INLINE void add_run(const uint32_t* x, const Word* left, const Word* right,
+                              int64_t next) {
+    load_tile<4>(x, 4 * kDepth), load_tile<6>(left, kBytes);
+    add_product<A, 2 * run, 4, 6>();
+    read(next, kSideBySide * run);
+    load_tile<7>(right, kBytes);
+    add_product<A, 2 * run + 1, 4, 7>();
+    read(next, kSideBySide * run + 1);
+  }
+
+  // The segments that begin at input `start` and, in run 1, kPlane inputs later.
+  SPECJAX_INLINE void end_segments(int64_t start) {
+    const Place places[2] = {Place::of<A>(p_, start), Place::of<A>(p_, start + kPlane)};
+    end_segments<0>(0, places);
+    end_segments<1>(beside_, places);
+    zero();
+  }
+
+  // One vector's at a time, so that what is stored and y do not lie 4096 bytes apart, which would
+  // make the processor think that one is the other.
+  template <int v>
+  SPECJAX_INLINE void end_segments(int group_vector, const Place* places) {
+    Vector* const sums[2] = {sums_[0], sums_[kRuns - 1]};
+    store<v>(sums[0], sums[1]);
+    add_segments<A, kind, kRuns>(p_, groups_, group_vector, places, 0, sums, totals_[v][0]);
+  }
+
+  const Word* weights_[2][kSideBySide];
+  alignas(64) Word buffers_[2][kSideBySide][kRuns * kDepth];
+  alignas(64) Vector sums_[kRuns][kTileRows];
+  alignas(64) Float totals_[kSideBySide][kTotals][kTileRows] = {};
+};
+
+// Several portions of rows: a chunk is decoded for all of them, and multiplied for two at a time.
+// Tile 2 · portion + vector holds sums.
+template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
+class TilePanel : TilePair<A, kind, kDepth, kScaled> {
+  using Pair = TilePair<A, kind, kDepth, kScaled>;
+  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::steps_, Pair::column_,
+      Pair::beside_, Pair::groups_, Pair::sources_;
+  using typename Pair::Vector, typename Pair::Steps, typename Pair::Source;
+
+ public:
+  using Pair::Pair;
+
+  // Portions `first` … first + portions - 1, an even number.
+  void multiply(int64_t m, int64_t first, int64_t portions, float* y) {
+    const int64_t length = kSegments ? steps_.per_segment : kPerChunk;
+    const int64_t pair_words = 2 * p_.how.portion * kDepth;
+    const uint32_t* x = p_.x.words + first * p_.how.portion * kDepth;
+    for (int64_t chunk = 0; chunk < steps_.chunks; ++chunk, x += steps_.chunk_words) {
+      groups_.template ask<A>(kSideBySide, chunk + 1);
+      read(chunk);
+      for (int64_t i = 0; i < portions; i += 2) {
+        for (int64_t s = 0; s < kPerChunk; s += length) {
+          const uint32_t* from = x + i / 2 * pair_words + s * steps_.words;
+          add(from, chunk, s, length, 0, first + i, i);
+          if (kRuns == 2) add(from + steps_.run_words, chunk, s, length, 1, first + i, i);
+        }
+      }
+    }
+    for (int v = 0; v <= beside_; ++v) {
+      for (int64_t i = 0; i < portions; ++i) {
+        write_portion<kTotals>(p_, m, column_ + v * kLanes, first + i, totals_[v][i], y);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPerChunk = Steps::kPerChunk;
+  static constexpr int kChunkWords = kPerChunk * kDepth;  // of a run
+
+  void read(int64_t chunk) {
+    const int64_t first = chunk * kPerChunk;
+    for (int v = 0; v < kSideBySide; ++v) {
+      const bool stored = sources_[v].stored(first + kPerChunk - 1) != nullptr;
+      weights_[v] = stored ? sources_[v].stored(first) : buffers_[v];
+      for (int s = 0; s < kPerChunk && !stored; ++s) {
+        Word* to = buffers_[v] + s * kDepth;
+        sources_[v].template read<Steps::kLines, kChunkWords>(first + s, 0, to);
+      }
+    }
+  }
+
+  // Asks for a part of the next chunk, as large as step `step` of run `run` is of this one.
+  SPECJAX_INLINE void ask(int64_t chunk, int64_t step, int run) {
+    constexpr int kCount = Steps::kLines / kRuns;
+    const int64_t part = (chunk + 1) * kPerChunk * kRuns + step * kRuns + run;
+    for (const Source& source : sources_) source.template ask<kCount>(part * kCount);
+  }
+
+  // Adds `length` steps of run `run` from step `s` of the chunk on, for portions `portion` and the
+  // next: of those that share this panel `i` and the next.
+  SPECJAX_INLINE void add(const uint32_t* x, int64_t chunk, int64_t s, int64_t length, int run,
+                          int64_t portion, int64_t i) {
+    const Word* left = weights_[0] + run * kChunkWords + s * kDepth;
+    const Word* right = weights_[1] + run * kChunkWords + s * kDepth;
+    begin(run, i);
+    for (int64_t step = 0; step < length; ++step) {
+      load_tile<4>(x, 4 * kDepth), load_tile<6>(left, kBytes);
+      add_product<A, 0, 4, 6>();
+      if (i == 0) ask(chunk, s + step, run);
+      load_tile<7>(right, kBytes);
+      add_product<A, 1, 4, 7>();
+      load_tile<5>(x + p_.how.portion * kDepth, 4 * kDepth);
+      add_product<A, 2, 5, 6>(), add_product<A, 3, 5, 7>();
+      x += steps_.words, left += kDepth, right += kDepth;
+    }
+    end(2 * chunk * kRun<A> + s * Steps::kInputs + run * kPlane, run, portion, i);
+  }
+
+  SPECJAX_INLINE void begin(int run, int64_t i) {
+    if constexpr (kSegments) {
+      zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    } else {
+      load_tile<0>(totals_[0][i][run], kBytes), load_tile<1>(totals_[1][i][run], kBytes);
+      load_tile<2>(totals_[0][i + 1][run], kBytes), load_tile<3>(totals_[1][i + 1][run], kBytes);
+    }
+  }
+
+  SPECJAX_INLINE void end(int64_t start, int run, int64_t portion, int64_t i) {
+    if constexpr (!kSegments) {
+      store_tile<0>(totals_[0][i][run], kBytes), store_tile<1>(totals_[1][i][run], kBytes);
+      store_tile<2>(totals_[0][i + 1][run], kBytes), store_tile<3>(totals_[1][i + 1][run], kBytes);
+      return;
+    }
+    const Place place = Place::of<A>(p_, start);
+    end_portion<0>(place, portion, i);
+    end_portion<1>(place, portion + 1, i + 1);
+  }
+
+  template <int tiles>
+  SPECJAX_INLINE void end_portion(const Place& place, int64_t portion, int64_t i) {
+    store_tile<2 * tiles>(sums_[0], kBytes), store_tile<2 * tiles + 1>(sums_[1], kBytes);
+    for (int v = 0; v < kSideBySide; ++v) {
+      Vector* const sums = sums_[v];
+      add_segments<A, kind, 1>(p_, groups_, v & beside_, &place, portion * p_.how.portion, &sums,
+                               totals_[v][i][0]);
+    }
+  }
+
+  const Word* weights_[kSideBySide];
+  alignas(64) Word buffers_[kSideBySide][kRuns * kChunkWords];
+  alignas(64) Vector sums_[kSideBySide][kTileRows];
+  alignas(64) Float totals_[kSideBySide][kPortionsPerPass][kTotals][kTileRows] = {};
+};
+
+template <Arithmetic A, Kind kind, int kDepth = kTileWords, bool kScaled = false>
+inline void multiply_by_tiles(const Product& p, int64_t m, int64_t panel, float* y) {
+  const TileShapes shapes(p.how.portion, kDepth);
+  const int64_t portions = p.how.rows / p.how.portion;
+  const int64_t end = panel + kColumns < p.w.n ? panel + kColumns : p.w.n;
+  for (int64_t column = panel; column < end; column += kSideBySide * kLanes) {
+    if (portions == 1) {
+      TileStream<A, kind, kDepth, kScaled>(p, column).multiply(m, y);
+      continue;
+    }
+    for (int64_t first = 0; first < portions; first += kPortionsPerPass) {
+      const int64_t left = portions - first;
+      const int64_t count = left < kPortionsPerPass ? left : kPortionsPerPass;
+      TilePanel<A, kind, kDepth, kScaled>(p, column).multiply(m, first, count, y);
+    }
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

@@ -1,0 +1,181 @@
+// A weight as tiles want it, a step at a time: a step is kDepth words of every run, a word a vector
+// over kLanes outputs.
+//
+// What is stored as tiles want it is loaded as it stands; 4-bit codes are decoded to signed bytes or
+// bfloat16, and MXFP4's scaled as well where a power of two can be taken away from all exponents.
+#pragma once
+
+#include "matmul/product.h"
+#include "matmul/tiles.h"
+
+namespace specjax::SPECJAX_ISA {
+
+// int4 codes as signed bytes are kept in the bytes' upper halves: 16 times the integers.
+template <Kind kind>
+inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
+
+// Codes of MXFP4's scales under which all its values but zero are normal bfloat16.
+inline constexpr uint8_t kFirstScale = 2, kLastScale = 252;
+
+// MXFP4 as bfloat16 under the last of these scales, twice. Less is subtracted from the exponents for
+// others: from zeros too, with saturation, so that they stay zeros.
+alignas(64) inline constexpr uint16_t kLargestMxfp4[2 * kLanes] = {
+    0, 0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40,
+    0, 0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40,
+    0, 0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40,
+    0, 0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
+
+// Whether all scales of the panel from `column` on are such.
+inline bool scales_are_exponents(const Weight& w, int64_t column) {
+  const auto* scales = static_cast<const uint8_t*>(w.scales);
+  const int64_t rows = w.n - column < kColumns ? w.n - column : kColumns;
+  const int64_t whole = w.interleaved ? rows / kTile * kTile : rows;
+  uint8_t least = kFirstScale, most = kLastScale;
+  const auto look = [&](int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; ++i) {
+      least = scales[i] < least ? scales[i] : least, most = scales[i] > most ? scales[i] : most;
+    }
+  };
+  look(column * w.groups, whole * w.groups);
+  for (int64_t group = 0; group < w.groups && whole < rows; ++group) {
+    look((column + whole) * w.groups + group * kTile, rows - whole);
+  }
+  return least == kFirstScale && most == kLastScale;
+}
+
+alignas(16) inline constexpr int8_t kMxfp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                        0, -1, -2, -3, -4, -6, -8, -12};
+
+// The steps of a product whose x is prepared for tiles of `kDepth` words.
+template <Arithmetic A, Kind kind, int kDepth>
+struct TileSteps {
+  static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same bytes
+  static constexpr int kInputs = kDepth * kPerWord<A>;        // of a run
+  // A line is kLineBytes bytes of each output.
+  static constexpr int kLines = kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2 : kDepth;
+  static constexpr int kPerChunk = 2 * kRun<A> / (kRuns * kInputs);
+
+  // Words of x from a step to the next within a chunk, between runs, and from chunk to chunk.
+  explicit TileSteps(const Product& p)
+      : words(kDepth * p.how.rows),
+        run_words(kPlane / kPerWord<A> * p.how.rows),
+        chunk_words(2 * kRun<A> / kPerWord<A> * p.how.rows),
+        chunks(p.how.inputs / (2 * kRun<A>)),
+        per_segment(p.segment<A>() / kInputs) {}
+
+  const int64_t words, run_words, chunk_words, chunks, per_segment;
+};
+
+// One vector of outputs, from `column` on: of `groups` the vector `vector`. kScaled: of values that
+// are scaled.
+template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
+class TileSource {
+ public:
+  using Steps = TileSteps<A, kind, kDepth>;
+  static constexpr int kRuns = Steps::kRuns, kLines = Steps::kLines;
+
+  TileSource(const Weight& w, int64_t column, int vector, Groups& groups)
+      : w_(w),
+        column_(column),
+        from_(w.data + column * w.row_bytes),
+        length_(w.row_bytes * kTile),
+        vector_(vector),
+        groups_(groups) {
+    if constexpr (kScaled) decoder_.table = load<Word>(kLargestMxfp4);
+  }
+
+  // Where step `step` is stored as tiles want it, or null: then it must be read.
+  SPECJAX_INLINE const Word* stored(int64_t step) const {
+    if (kRuns == 2 || !is_whole((step + 1) * kLines)) return nullptr;
+    return reinterpret_cast<const Word*>(from_ + step * kLines * kBytes);
+  }
+
+  // Lines first … first + kCount - 1 of step `step`, decoded: to[run][word]; runs are kRunWords
+  // words apart.
+  template <int kCount, int kRunWords>
+  SPECJAX_INLINE void read(int64_t step, int first, Word* to) {
+    if constexpr (kScaled) {
+      if (first == 0) read_exponents(step);
+    }
+    const int64_t line = step * kLines + first;
+    const uint8_t* from = is_whole(line + kCount) ? from_ + line * kBytes : transposed(line);
+    const Decoder<A, kind> decoder = decoder_;
+    to += first * (kDepth / kLines);
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
+      decode<kRunWords>(decoder, load<Word>(from + i * kBytes), i, to);
+    }
+  }
+
+  // Asks memory for kCount lines from line `line` on: of these outputs, or behind their end of those
+  // after the next, which are read beside these.
+  template <int kCount>
+  SPECJAX_INLINE void ask(int64_t line) const {
+    if (!w_.interleaved) return;
+    const int64_t offset = line * kBytes;
+    const uint8_t* from = from_ + offset + (offset < length_ ? 0 : length_);
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) __builtin_prefetch(from + i * kBytes);
+  }
+
+ private:
+  static constexpr int kLineBytes = 4;  // of an output
+  static_assert(kTile == kLanes);
+
+  // Whether the lines before line `end` are stored side by side.
+  SPECJAX_INLINE bool is_whole(int64_t end) const {
+    return w_.interleaved && end * kLineBytes <= w_.row_bytes;
+  }
+
+  // Line `line` of what is stored otherwise, or ends within the slab.
+  const uint8_t* transposed(int64_t line) {
+    const int64_t slab = line / kLanes;
+    if (slab != slab_) read_slab(w_, column_, slab * kBytes, words_);
+    slab_ = slab;
+    return reinterpret_cast<const uint8_t*>(words_ + line % kLanes);
+  }
+
+  // For step `step`: a step is a group.
+  SPECJAX_INLINE void read_exponents(int64_t step) {
+    static_assert(!kScaled || Steps::kInputs == kSmallestGroup);
+    constexpr int kPerPlane = kPlane / kSmallestGroup;
+    SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+      const int64_t group = step + step / kPerPlane * kPerPlane + run * kPerPlane;
+      const Word half = (Word)groups_.read(vector_, group).scale >> 16;  // 2^(code - 128)
+      const Word less = (uint32_t{kLastScale - 1} << 7) - half;
+      less_[run] = less | less << 16;
+    }
+  }
+
+  template <int kRunWords>
+  SPECJAX_INLINE void decode(const Decoder<A, kind>& decoder, Word codes, int i, Word* to) const {
+    if constexpr (kRuns == 1) {
+      to[i] = codes;
+    } else if constexpr (A == Arithmetic::kBfloat16) {
+      decoder.decode_nibbles(i, codes, [&](int run, int word, Word value) SPECJAX_LAMBDA {
+        if constexpr (kScaled) {
+          value = (Word)_mm512_subs_epu16((__m512i)value, (__m512i)less_[run]);
+        }
+        to[run * kRunWords + word] = value;
+      });
+    } else if constexpr (kind == Kind::kInt4) {
+      to[i] = codes << 4 & 0xF0F0F0F0u;
+      to[kRunWords + i] = codes & 0xF0F0F0F0u;
+    } else {
+      const auto* table = reinterpret_cast<const uint8_t*>(kMxfp4Values);
+      to[i] = lookup(codes & 0x0F0F0F0Fu, table);
+      to[kRunWords + i] = lookup(codes >> 4 & 0x0F0F0F0Fu, table);
+    }
+  }
+
+  const Weight& w_;
+  const int64_t column_;
+  const uint8_t* const from_;
+  const int64_t length_;
+  const int vector_;
+  Groups& groups_;
+  Decoder<A, kind> decoder_;
+  Word less_[kRuns];  // what scales take away from the exponents of both halves of a word
+  int64_t slab_ = -1;
+  Word words_[kLanes];
+};
+
+}  // namespace specjax::SPECJAX_ISA

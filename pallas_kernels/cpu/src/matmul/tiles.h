@@ -1,0 +1,82 @@
+// Tile registers (AMX): matrices of up to 16 rows of 64 bytes, and their products.
+//
+// x is the left operand: a row of x is a row of the tile. The weight is the right one, in the form
+// in which an interleaved weight is stored (pallas_kernels/interleave.py): a row is one word of
+// inputs of 16 outputs. So the sums come out as the vectors that the scales are read in.
+//
+// Which tile serves what is written out, since compilers give out tiles only for code of their own:
+// 0 to 3 sums, 4 and 5 x, 6 and 7 weights.
+#pragma once
+
+#include "matmul/panel.h"
+
+namespace specjax::SPECJAX_ISA {
+
+inline constexpr int kTileRows = 16;   // of x, at most
+inline constexpr int kTileWords = 16;  // of inputs, at most
+static_assert(kLanes == 16);
+
+// The tiles' shapes, for `rows` rows of x and `words` words of inputs: set for as long as this
+// lives and no longer, since others on this thread set their own.
+class TileShapes {
+ public:
+  TileShapes(int64_t rows, int64_t words) {
+    Configuration shapes{};
+    for (int tile = 0; tile < 4; ++tile) shapes.set(tile, rows, kBytes);
+    for (int tile = 4; tile < 6; ++tile) shapes.set(tile, rows, 4 * words);
+    for (int tile = 6; tile < 8; ++tile) shapes.set(tile, words, kBytes);
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+  }
+
+  ~TileShapes() { __asm__ volatile("tilerelease"); }
+
+  TileShapes(const TileShapes&) = delete;
+  TileShapes& operator=(const TileShapes&) = delete;
+
+ private:
+  // What ldtilecfg reads.
+  struct alignas(64) Configuration {
+    void set(int tile, int64_t tile_rows, int64_t tile_bytes) {
+      rows[tile] = static_cast<uint8_t>(tile_rows);
+      bytes[tile] = static_cast<uint16_t>(tile_bytes);
+    }
+
+    uint8_t palette = 1, start_row = 0, reserved[14];
+    uint16_t bytes[16];  // per row
+    uint8_t rows[16];
+  };
+};
+
+template <int tile>
+SPECJAX_INLINE void zero_tile() {
+  __asm__ volatile("tilezero %%tmm%c0" : : "i"(tile));
+}
+
+// `stride`: bytes from row to row.
+template <int tile>
+SPECJAX_INLINE void load_tile(const void* rows, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2"
+                   :
+                   : "r"(rows), "r"(stride), "i"(tile)
+                   : "memory");
+}
+
+template <int tile>
+SPECJAX_INLINE void store_tile(void* rows, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"
+                   :
+                   : "r"(rows), "r"(stride), "i"(tile)
+                   : "memory");
+}
+
+// Tile `sums` += tile `x` · tile `weights`: of signed bytes, or of pairs of bfloat16.
+template <Arithmetic A, int sums, int x, int weights>
+SPECJAX_INLINE void add_product() {
+  if constexpr (A == Arithmetic::kInteger) {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
+  } else {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
+  }
+}
+
+}  // namespace specjax::SPECJAX_ISA

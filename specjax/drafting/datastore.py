@@ -1,0 +1,146 @@
+"""A corpus that drafts can be looked up in: tokens, and a suffix array over them (REST, section 3).
+
+    tokens[suffixes[i] :] <= tokens[suffixes[i + 1] :]     as far as their first ORDERED tokens
+
+So the places where a given run of tokens occurs are neighbours in `suffixes`, and a binary search
+finds the first and the last of them, for all rows of a batch at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.files.atomic_directory import replacing
+
+VERSION = 1
+ORDERED = 16  # tokens; a power of two
+_MANIFEST = "datastore.json"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Datastore:
+    """Sequences of tokens, and where every run of them occurs. 8 bytes per token.
+
+    tokens: int32[S], the sequences one after another, each followed by `vocab_size`, which is no
+        token; at the end ORDERED more of it.
+    suffixes: int32[P], the places of all tokens, in the order of what begins there.
+    vocab_size: of the tokenizer. Static.
+    """
+
+    tokens: jax.Array
+    suffixes: jax.Array
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(cls, sequences: Iterable[np.ndarray], vocab_size: int) -> Datastore:
+        """A datastore of token sequences. Raises ValueError where there are none, or of tokens
+        outside the vocabulary."""
+        arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
+        for array in arrays:
+            outside = array[(array < 0) | (array >= vocab_size)]
+            if outside.size:
+                raise ValueError(
+                    f"the corpus holds token {outside[0]}, outside the vocabulary of {vocab_size}"
+                )
+        end = np.full(1, vocab_size)
+        parts = [part for array in arrays for part in (array, end)]
+        tokens = np.concatenate([*parts, np.repeat(end, ORDERED)]).astype(np.int32)
+        places = np.flatnonzero(tokens != vocab_size).astype(np.int32)
+        if len(places) == 0:
+            raise ValueError("the corpus holds no tokens; a datastore needs some")
+        suffixes = places[np.argsort(_ranks(tokens)[places], kind="stable")]
+        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), vocab_size)
+
+    def save(self, target: str | Path) -> None:
+        """Writes the datastore as a directory: the whole of it, or nothing."""
+        with replacing(Path(target)) as folder:
+            np.save(folder / "tokens.npy", np.asarray(self.tokens))
+            np.save(folder / "suffixes.npy", np.asarray(self.suffixes))
+            manifest = {"version": VERSION, "vocab_size": self.vocab_size, "ordered": ORDERED}
+            (folder / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, source: str | Path) -> Datastore:
+        """Reads what `save` wrote. Raises ValueError where that is something else."""
+        folder = Path(source)
+        if not (folder / _MANIFEST).exists():
+            raise ValueError(f"{source} is no datastore: it has no {_MANIFEST}")
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        if (manifest.get("version"), manifest.get("ordered")) != (VERSION, ORDERED):
+            raise ValueError(
+                f"{source} is a datastore of version {manifest.get('version')}; this specjax reads "
+                f"version {VERSION}: build it anew"
+            )
+        tokens, suffixes = (np.load(folder / f"{name}.npy") for name in ("tokens", "suffixes"))
+        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), manifest["vocab_size"])
+
+    def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where runs of tokens occur.
+
+        Args:
+          queries: int32[…, n], n at most ORDERED.
+          lengths: int32[…], tokens of each that count.
+
+        Returns:
+          first: int32[…], the place in `suffixes` of the first occurrence, and count: int32[…], how
+          many there are; they follow one another.
+        """
+        first = self._bound(queries, lengths, after=False)
+        return first, self._bound(queries, lengths, after=True) - first
+
+    def read(self, places: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+        """The tokens from a place of `tokens` on. int32[…] -> int32[…, length], and how many of
+        them come before the sequence ends, int32[…]."""
+        index = jnp.minimum(places[..., None] + jnp.arange(length), self.tokens.shape[0] - 1)
+        tokens = self.tokens[index]
+        inside = jnp.cumsum(tokens == self.vocab_size, axis=-1) == 0
+        return tokens, jnp.sum(inside, axis=-1, dtype=jnp.int32)
+
+    def _bound(self, queries: jax.Array, lengths: jax.Array, *, after: bool) -> jax.Array:
+        """The first place in `suffixes` whose text is not below the query (or is above it)."""
+        size = self.suffixes.shape[0]
+        offsets = jnp.arange(queries.shape[-1])
+
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = (low + high) // 2
+            text = self.tokens[self.suffixes[jnp.minimum(middle, size - 1)][..., None] + offsets]
+            counted = offsets < lengths[..., None]
+            below = _precedes(text, queries, counted, or_equal=after) & (low < high)
+            return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+
+        none = jnp.zeros(queries.shape[:-1], jnp.int32)
+        return lax.fori_loop(0, size.bit_length(), halve, (none, none + size))[0]
+
+
+def _precedes(
+    text: jax.Array, query: jax.Array, counted: jax.Array, *, or_equal: bool
+) -> jax.Array:
+    """Whether a run of tokens comes before another, by those that count. [..., n] -> bool[...]."""
+    differ = (text != query) & counted
+    at = jnp.argmax(differ, axis=-1)[..., None]
+    less = jnp.take_along_axis(text, at, -1) < jnp.take_along_axis(query, at, -1)
+    return jnp.where(jnp.any(differ, axis=-1), less[..., 0], or_equal)
+
+
+def _ranks(tokens: np.ndarray) -> np.ndarray:
+    """The rank of every suffix by its first ORDERED tokens; equal ones share it. int64[S].
+
+    Prefix doubling (Manber and Myers 1990): ranks by n tokens give ranks by 2n.
+    """
+    ranks = tokens.astype(np.int64)
+    span = 1
+    while span < ORDERED:
+        later = np.concatenate([ranks[span:], np.full(min(span, len(ranks)), ranks.max())])
+        _, ranks = np.unique(ranks * (ranks.max() + 1) + later[: len(ranks)], return_inverse=True)
+        span *= 2
+    return ranks

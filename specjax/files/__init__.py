@@ -1,0 +1,1 @@
+"""Files: whole directories or nothing, JSON lines, digests."""

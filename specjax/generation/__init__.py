@@ -1,0 +1,1 @@
+"""Decoding: the loop of rounds, batches, and texts."""

@@ -1,0 +1,153 @@
+"""The door of decoding: brings prompts into one form and checks what can be checked.
+
+Values inside jit cannot be looked at; there only shapes and dtypes are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checks import check_integer
+from specjax.model.config import ModelConfig
+
+Prompt = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
+
+
+def normalize_prompt(
+    prompt: Prompt, prompt_lengths: jax.Array | Sequence[int] | None, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """A prompt in any accepted form -> tokens int32[B, T] and lengths int32[B].
+
+    Raises ValueError on an empty prompt, tokens that are no integers or outside the vocabulary,
+    and lengths that do not fit.
+    """
+    tokens: jax.Array | np.ndarray
+    counts: Any = prompt_lengths
+    if isinstance(prompt, jax.Array | np.ndarray):
+        tokens = prompt
+    else:
+        if counts is not None:
+            raise ValueError("prompt_lengths goes with an array; a list of prompts has its own")
+        tokens, counts = _pad(prompt, config.pad_id)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"prompt must hold integers (token ids), got dtype {tokens.dtype.name}")
+    if tokens.ndim == 1:
+        tokens = tokens[None]
+    if tokens.ndim != 2:
+        raise ValueError(f"prompt must have shape [T] or [B, T], got {tokens.shape}")
+    rows, width = tokens.shape
+    if rows == 0 or width == 0:
+        raise ValueError(f"prompt is empty (shape {tokens.shape}); it needs at least one token")
+    try:
+        lengths = jnp.asarray(np.full(rows, width, np.int32) if counts is None else counts)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"prompt_lengths must hold one integer per prompt, got {counts!r}"
+        ) from None
+    _check_lengths(lengths, rows, width)
+    _check_tokens(tokens, lengths, config.vocab_size)
+    return jnp.asarray(tokens, jnp.int32), lengths.astype(jnp.int32)
+
+
+def check_limits(
+    config: ModelConfig, width: int, max_new_tokens: int, draft_length: int, capacity: int | None
+) -> int:
+    """The KV slots per row that a decode needs, after checking that it may have them.
+
+    A round writes the last token and the drafts before it is known how many are kept; so the last
+    round, which starts at most at width + max_new_tokens - 1 tokens, reaches draft_length further.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    total = width + max_new_tokens
+    if total > config.max_position_embeddings:
+        raise ValueError(
+            f"prompt of {width} tokens and max_new_tokens={max_new_tokens} make {total}; "
+            f"the model has {config.max_position_embeddings} positions"
+        )
+    if draft_length > config.max_position_embeddings:
+        raise ValueError(
+            f"draft_length={draft_length} exceeds the model's {config.max_position_embeddings} "
+            "positions"
+        )
+    needed = total + draft_length - 1
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"cache_capacity={capacity} is too small: a prompt of {width} tokens, "
+            f"max_new_tokens={max_new_tokens} and draft_length={draft_length} need {needed} slots"
+        )
+    return needed if capacity is None else capacity
+
+
+def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end a row: the model's own unless given. Raises ValueError if unknown."""
+    if stop_tokens is None:
+        return config.stop_tokens
+    if not isinstance(stop_tokens, Iterable):
+        raise ValueError(f"stop_tokens must be a sequence of token ids, got {stop_tokens!r}")
+    chosen = tuple(check_integer("a stop token", token) for token in stop_tokens)
+    for token in chosen:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"stop token {token} is outside the vocabulary of {config.vocab_size} entries"
+            )
+    return chosen
+
+
+def _pad(
+    prompt: Sequence[int] | Sequence[Sequence[int]], pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of tokens -> right-padded array and lengths."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        raise ValueError(f"prompt must be token ids (an array or lists), got {prompt!r}")
+    if len(prompt) == 0:
+        raise ValueError("prompt is empty; it needs at least one token")
+    rows: Any = prompt if isinstance(prompt[0], Sequence | np.ndarray) else [prompt]
+    arrays = [_row(index, row) for index, row in enumerate(rows)]
+    lengths = np.array([row.size for row in arrays], np.int32)
+    padded = np.full((len(arrays), lengths.max()), pad_id, np.int64)
+    for index, row in enumerate(arrays):
+        padded[index, : row.size] = row
+    return padded, lengths
+
+
+def _row(index: int, row: Any) -> np.ndarray:
+    """One prompt of a list of prompts, as an array."""
+    if not isinstance(row, Sequence | np.ndarray):
+        raise ValueError(f"prompt row {index} must be a list of token ids, got {row!r}")
+    if len(row) == 0:
+        raise ValueError(f"prompt row {index} is empty; it needs at least one token")
+    return np.array([check_integer(f"a token of prompt row {index}", token) for token in row])
+
+
+def _check_lengths(lengths: jax.Array, rows: int, width: int) -> None:
+    if lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"prompt_lengths must hold one integer per prompt, shape ({rows},), "
+            f"got {lengths.dtype.name}{list(lengths.shape)}"
+        )
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    values = np.asarray(lengths)
+    if values.min() < 1 or values.max() > width:
+        bad = int(np.argmax((values < 1) | (values > width)))
+        raise ValueError(f"prompt_lengths must be in 1 … {width}, got {values[bad]} in row {bad}")
+
+
+def _check_tokens(tokens: jax.Array | np.ndarray, lengths: jax.Array, vocab_size: int) -> None:
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    values = np.asarray(tokens)
+    valid = np.arange(values.shape[1]) < np.asarray(lengths)[:, None]
+    wrong = valid & ((values < 0) | (values >= vocab_size))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"prompt holds token {values[row, column]} (row {row}, position {column}), outside the "
+            f"vocabulary of {vocab_size} entries"
+        )

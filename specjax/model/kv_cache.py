@@ -1,0 +1,106 @@
+"""The KV cache: preallocated, functional, written at each row's own place.
+
+    slots < lengths[b] hold the precise (verify-precision) entries of row b's committed tokens;
+    slots >= lengths[b] are scratch that the next write covers.
+
+That is all the machinery QSpec's overwriting needs (section 3.1): a draft writes past `lengths`,
+the verification writes the same slots again, and commitment is an addition to `lengths`. Of a tree,
+the accepted path moves into consecutive slots first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import BLOCK
+from pallas_kernels.cache_entries import (
+    Entries,
+    QuantizedEntries,
+    empty_entries,
+    move_entries,
+    write_entries,
+)
+from specjax.model.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (after RoPE) and values of every layer.
+
+    keys, values: one [B, S, K, E] per layer, S a multiple of the attention's block. float32, or
+        uint16 holding bfloat16 bits (XLA:CPU would convert a whole bfloat16 cache at every
+        update), or `QuantizedEntries`.
+    lengths: int32[B], committed slots per row.
+    """
+
+    keys: tuple[Entries, ...]
+    values: tuple[Entries, ...]
+    lengths: jax.Array
+
+    @classmethod
+    def create(
+        cls,
+        config: ModelConfig,
+        rows: int,
+        capacity: int,
+        bits: int = 16,
+        heads: int | None = None,
+    ) -> KVCache:
+        """An empty cache for `rows` rows of at least `capacity` slots each.
+
+        bits: 8 or 4 to quantize the entries; 16 to hold them in the model's dtype.
+        heads: key-value heads; None: the model's.
+        """
+        slots = -(-capacity // BLOCK) * BLOCK
+        shape = (rows, slots, config.num_kv_heads if heads is None else heads, config.head_dim)
+
+        def layers() -> tuple[Entries, ...]:
+            return tuple(empty_entries(shape, config.dtype, bits) for _ in range(config.num_layers))
+
+        return cls(layers(), layers(), jnp.zeros(rows, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.keys[0].shape[1]
+
+    @property
+    def bits(self) -> int:
+        """Bits per entry: 8 or 4 where entries are quantized, 16 where they are not."""
+        first = self.keys[0]
+        return first.bits if isinstance(first, QuantizedEntries) else 16
+
+    def write(self, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
+        """Puts T new entries per row at its slots lengths … lengths + T - 1; `lengths` stays.
+
+        keys, values: bf16 or f32[B, T, K, E]. Entries past the capacity are dropped.
+        """
+        b, t = keys.shape[:2]
+        rows = jnp.arange(b)[:, None]
+        slots = self.lengths[:, None] + jnp.arange(t)
+
+        def put(caches: tuple[Entries, ...], new: jax.Array) -> tuple[Entries, ...]:
+            updated = write_entries(caches[layer], rows, slots, new)
+            return (*caches[:layer], updated, *caches[layer + 1 :])
+
+        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+
+    def move(self, sources: jax.Array, targets: jax.Array) -> KVCache:
+        """Copies entries from slots to slots of every layer, in place. int32[B, N] each.
+
+        All are read before the first one is written. Targets past the capacity are dropped.
+        """
+        rows = jnp.arange(sources.shape[0])[:, None]
+
+        def moved(caches: tuple[Entries, ...]) -> tuple[Entries, ...]:
+            return tuple(move_entries(entries, rows, sources, targets) for entries in caches)
+
+        return dataclasses.replace(self, keys=moved(self.keys), values=moved(self.values))
+
+    def with_lengths(self, lengths: jax.Array) -> KVCache:
+        """The same entries with another count of committed slots: commit, advance or roll back."""
+        return dataclasses.replace(self, lengths=lengths)

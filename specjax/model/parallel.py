@@ -1,0 +1,283 @@
+"""Many devices: tensor and data parallel over a `jax.sharding.Mesh`, on one host or several.
+
+The whole program runs under one `jax.shard_map`, so a device runs the code that one device alone
+runs, on its part of the rows and of the heads; kernels and loops know nothing of it.
+
+    data axis      rows are divided; groups of devices decode theirs without a word to each other
+    tensor axis    every weight is divided by its outputs, as it is stored; the KV cache by heads
+
+No weight is divided by its inputs. What a layer reads in full is gathered before it, so that every
+output is one sum on one device, in the order in which one device alone adds it: the same bits, and
+scales per token, Hadamard rotations and reordered columns find the whole vector. Adding up parts of
+sums (Megatron's second matrix) would move as much and round otherwise.
+
+Inside the program a device tells what it lacks by shapes: what is narrower than the model's
+configuration says is a part. Several hosts: `jax.distributed.initialize`, before all else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.formats import Bfloat16Weight, take_rows
+from specjax.checks import check_integer
+from specjax.model.config import ModelConfig
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Params, stored
+
+DATA, TENSOR = "data", "tensor"
+ROWS = P(DATA)
+_PER_INPUT = ("order", "columns")  # parts of a weight that count its inputs, not its outputs
+
+
+def mesh(
+    data: int = 1, tensor: int | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Devices for `shard` and `specjax.load`, with axes "data" and "tensor".
+
+    Args:
+      data: groups of devices, each of which decodes its part of the rows.
+      tensor: devices per group, over which a model is divided; None: as many as there are.
+      devices: which ones; None: all, of all processes.
+
+    Raises:
+      ValueError: there are fewer devices than asked for.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if tensor is None:
+        tensor = max(1, len(devices) // max(1, check_integer("data", data)))
+    for name, size in ((DATA, data), (TENSOR, tensor)):
+        if check_integer(name, size) < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if data * tensor > len(devices):
+        raise ValueError(
+            f"a mesh of data={data} × tensor={tensor} needs {data * tensor} devices, "
+            f"and there are {len(devices)}"
+        )
+    return jax.make_mesh(
+        (data, tensor), (DATA, TENSOR), (AxisType.Auto,) * 2, devices=devices[: data * tensor]
+    )
+
+
+def shard(params: Params, mesh: Mesh) -> Params:
+    """The same model, divided over a mesh. The result goes wherever params do.
+
+    A process gives its own devices their parts of what it holds; `specjax.load(…, mesh=mesh)` reads
+    those alone.
+
+    Args:
+      params: on one device.
+      mesh: what `mesh` returns, or any other with its two axes.
+
+    Raises:
+      ValueError: params are divided already, or the tensor axis does not divide the heads.
+    """
+    if params.mesh is not None:
+        raise ValueError(f"params are divided already, over {params.mesh.shape_tuple}")
+    check_model(params.config, mesh)
+
+    def place(leaf: jax.Array, spec: P) -> jax.Array:
+        values = np.asarray(leaf)
+        return jax.make_array_from_callback(
+            leaf.shape, NamedSharding(mesh, spec), lambda index: values[index]
+        )
+
+    params = stored(params)
+    placed = jax.tree.map(place, params, _model_specs(params, mesh))
+    return dataclasses.replace(placed, mesh=mesh)
+
+
+def weight_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How an array of a model is divided: by its outputs, where the tensor axis divides them.
+
+    name: its path, such as "layers.0.q.weight.packed". Norms and what goes by a weight's inputs are
+    whole on every device.
+    """
+    last = name.rpartition(".")[2]
+    whole = last in _PER_INPUT or last.endswith("norm") or shape[0] % mesh.shape[TENSOR]
+    return P() if whole else P(TENSOR)
+
+
+def check_model(config: ModelConfig, mesh: Mesh) -> None:
+    """Raises ValueError unless a model of this configuration can be divided over the mesh."""
+    if set(mesh.axis_names) != {DATA, TENSOR}:
+        raise ValueError(
+            f'mesh must have the axes "data" and "tensor", as specjax.parallel.mesh makes it, '
+            f"got {mesh.axis_names}"
+        )
+    if config.num_kv_heads % mesh.shape[TENSOR]:
+        raise ValueError(
+            f"a tensor axis of {mesh.shape[TENSOR]} does not divide the model's "
+            f"{config.num_kv_heads} key-value heads; it must be a divisor of that"
+        )
+
+
+def check_rows(mesh: Mesh | None, rows: int) -> None:
+    """Raises ValueError unless rows can be divided over the mesh."""
+    if mesh is not None and rows % mesh.shape[DATA]:
+        raise ValueError(
+            f"{rows} rows cannot be divided over a data axis of {mesh.shape[DATA]}; "
+            "they must be a multiple of it"
+        )
+
+
+def whole_rows(mesh: Mesh | None, rows: int) -> int:
+    """The fewest rows, at least as many as these, that can be divided over the mesh."""
+    shards = 1 if mesh is None else mesh.shape[DATA]
+    return -(-rows // shards) * shards
+
+
+def check_drafter(params: Params, drafter: Any) -> None:
+    """Raises ValueError if a drafter has a model that is not where the target is."""
+    for model in jax.tree.leaves(drafter, is_leaf=_is_params):
+        if _is_params(model) and model.mesh != params.mesh:
+            raise ValueError(
+                f"the drafter's model and the target must be divided over the same mesh, got "
+                f"{_describe(model.mesh)} and {_describe(params.mesh)}; see specjax.parallel.shard"
+            )
+
+
+def _describe(mesh: Mesh | None) -> str:
+    if mesh is None:
+        return "none"
+    return " × ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def on_mesh(
+    function: Callable[..., Any],
+    mesh: Mesh | None,
+    shared: tuple[Any, ...],
+    rows: tuple[Any, ...],
+    out: Any = None,
+) -> Any:
+    """function(*shared, *rows), by every device of a mesh on its own parts; at once without one.
+
+    Args:
+      function: of arrays and models alone. Inside, `Params` have no mesh.
+      mesh: where the operands are.
+      shared: what all rows have in common: models, divided by `weight_spec`, and whole arrays.
+      rows: arrays whose first axis is the rows, and caches. One row alone is whole on every device.
+      out: PartitionSpecs of what is returned; None: as `rows`, at the price of tracing it twice.
+    """
+    if mesh is None:
+        return function(*shared, *rows)
+    shared = jax.tree.map(_without_mesh, shared, is_leaf=_is_params)
+    if out is None:
+        out = row_specs(jax.eval_shape(function, *shared, *rows))
+    in_specs = (*_model_specs(shared, mesh), *row_specs(rows))
+    # What the devices of a tensor group return is equal, which JAX cannot know.
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False
+    )(*shared, *rows)  # fmt: skip
+
+
+def _is_params(value: Any) -> bool:
+    return isinstance(value, Params)
+
+
+def _without_mesh(value: Any) -> Any:
+    return dataclasses.replace(value, mesh=None) if _is_params(value) else value
+
+
+def _model_specs(tree: Any, mesh: Mesh) -> Any:
+    """PartitionSpecs of `Params`, wherever they are in a tree, and of all else, which is whole."""
+
+    def leaf_spec(path: Any, leaf: jax.Array) -> P:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return weight_spec(name, leaf.shape, mesh)
+
+    def spec(value: Any) -> Any:
+        if _is_params(value):
+            return jax.tree_util.tree_map_with_path(leaf_spec, value)
+        return P()
+
+    return jax.tree.map(spec, tree, is_leaf=_is_params)
+
+
+def row_specs(tree: Any) -> Any:
+    """PartitionSpecs of arrays with rows first; a cache is divided by its heads besides."""
+
+    def leaf_spec(leaf: jax.Array) -> P:
+        return ROWS if leaf.shape[0] > 1 else P()
+
+    def spec(value: Any) -> Any:
+        if not isinstance(value, KVCache):
+            return leaf_spec(value)
+        heads = P(*(leaf_spec(value.lengths) or (None,)), None, TENSOR)
+        return jax.tree.map(lambda leaf: heads if leaf.ndim > 1 else leaf_spec(leaf), value)
+
+    return jax.tree.map(spec, tree, is_leaf=lambda value: isinstance(value, KVCache))
+
+
+def blank_rows(build: Callable[[], Any], mesh: Mesh | None) -> Any:
+    """What `build` makes, rows first, every device its own part of it."""
+    if mesh is None:
+        return build()
+    specs = row_specs(jax.eval_shape(build))
+    shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
+    return jax.jit(build, out_shardings=shardings)()
+
+
+def readable(tree: Any, mesh: Mesh | None) -> Any:
+    """The same arrays, whole in every process."""
+    if mesh is None or not mesh.is_multi_process:
+        return tree
+    return _replicate(tree, mesh)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _replicate(tree: Any, mesh: Mesh) -> Any:
+    return lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
+
+
+# What runs inside. Without a mesh every vector is whole, and all of it does nothing.
+
+
+def gather(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """All `size` entries of an axis of which the device may hold a part."""
+    if x.shape[axis] == size:
+        return x
+    return lax.all_gather(x, TENSOR, axis=axis % x.ndim, tiled=True)
+
+
+def own_part(x: jax.Array, size: int) -> jax.Array:
+    """Of the last axis the `size` entries that the device's part of a weight stands for."""
+    if x.shape[-1] == size:
+        return x
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, axis=-1)
+
+
+def embed(embedding: jax.Array | Bfloat16Weight, tokens: jax.Array, vocab_size: int) -> jax.Array:
+    """The tokens' rows of an embedding of which the device may hold a part. [...] -> [..., D]."""
+    held = embedding.shape[0]
+    if held == vocab_size:
+        return take_rows(embedding, tokens)
+    own = tokens - lax.axis_index(TENSOR) * held
+    is_own = (own >= 0) & (own < held)
+    x = take_rows(embedding, jnp.where(is_own, own, 0))
+    return lax.psum(jnp.where(is_own[..., None], x, 0), TENSOR)  # one of them is not zero: exact
+
+
+def own_row(row: jax.Array, rows: int, mesh: Mesh | None) -> jax.Array:
+    """Where row `row` of all is among a device's `rows`; `rows` if another device has it."""
+    if mesh is None:
+        return row
+    own = row - lax.axis_index(DATA) * rows
+    return jnp.where((own >= 0) & (own < rows), own, rows)
+
+
+def everywhere(flag: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Whether a flag is set in every group of devices."""
+    if mesh is None:
+        return flag
+    return lax.pmin(flag.astype(jnp.int32), DATA) > 0

@@ -1,0 +1,142 @@
+"""`Params`: the weights of a model as one pytree that carries its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from pallas_kernels import cpu
+from pallas_kernels.formats import Bfloat16Weight, Weight, is_format, plain_weight
+from pallas_kernels.interleave import by_rows, interleave
+from specjax.model.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """y = x · weightᵀ + bias. weight: (N, K); bias: [N] or None."""
+
+    weight: Weight
+    bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One transformer block. Norm scales are [D]; `q_norm`, `k_norm` are [E] (Qwen3) or None."""
+
+    attention_norm: jax.Array
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    mlp_norm: jax.Array
+    gate: Linear
+    up: Linear
+    down: Linear
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # the fields of Layer that are quantized
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A whole model.
+
+    embedding: (V, D), unquantized.
+    layers: one `Layer` per block.
+    final_norm: [D].
+    lm_head: (V, D), or None where the embedding serves as the head (tied).
+    config: static.
+    mesh: the devices that the weights are divided over (`specjax.parallel`); None: one device.
+        Static.
+    """
+
+    embedding: jax.Array | Bfloat16Weight
+    layers: tuple[Layer, ...]
+    final_norm: jax.Array
+    lm_head: Linear | None
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads whose weights are here: the model's, or a device's part of them."""
+        return self.layers[0].k.weight.shape[0] // self.config.head_dim
+
+    @property
+    def head(self) -> Linear:
+        """The output projection, (V, D)."""
+        return Linear(self.embedding) if self.lm_head is None else self.lm_head
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers of all blocks, in order."""
+        for layer in self.layers:
+            for name in LINEARS:
+                yield getattr(layer, name)
+
+
+def prepack(params: Params) -> Params:
+    """The same model, its matrices in the order in which this machine's kernels read them fastest.
+
+    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`); elsewhere, and for a
+    model that is divided over a mesh, nothing changes. `load` has done this already: it is for
+    models that are made in another way. Output is the same bit for bit. What only looks up rows,
+    such as an embedding that is not the head, stays as it is.
+
+    Args:
+      params: any model.
+
+    Returns:
+      The model in as many bytes. Matrices that had the order already are shared with `params`.
+    """
+    if params.mesh is not None:
+        return params
+    looked_up = None if params.lm_head is None else params.embedding
+    weights, structure = jax.tree.flatten(params, is_leaf=is_format)
+    del params  # of a model that nobody else holds, each weight goes when its copy is there
+    for index, weight in enumerate(weights):
+        if weight is not looked_up:
+            weights[index] = prepack_weight(weight)
+    return jax.tree.unflatten(structure, weights)
+
+
+def prepack_weight(weight: Weight) -> Weight:
+    """One weight in the order in which this machine's kernels read it fastest."""
+    return interleave(weight) if jax.default_backend() == "cpu" and cpu.available() else weight
+
+
+def stored(params: Params) -> Params:
+    """The same model row by row, as checkpoints hold it: the inverse of `prepack`."""
+    return jax.tree.map(by_rows, params, is_leaf=is_format)
+
+
+def held(weight: Weight, dtype: str) -> Weight:
+    """A weight as a model of this dtype holds it: plain arrays rounded, matrices in the form that
+    kernels read; other formats as they are."""
+    if not isinstance(weight, jax.Array):
+        return weight
+    rounded = weight.astype(dtype)
+    return plain_weight(rounded) if rounded.ndim == 2 else rounded
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(N, K) of every linear layer of a block."""
+    d, f = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return {
+        "q": (queries, d), "k": (keys, d), "v": (keys, d), "o": (d, queries),
+        "gate": (f, d), "up": (f, d), "down": (d, f),
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""One round of speculation: draft, verify, accept, commit."""

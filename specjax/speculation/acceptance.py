@@ -1,0 +1,185 @@
+"""Which drafted tokens the target keeps, and the one token that it adds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.speculation import trees
+from specjax.speculation.sampling import draw
+
+
+def greedy_match(proposed: jax.Array, drafted: jax.Array, choices: jax.Array) -> jax.Array:
+    """Keeps drafts while they are the target's own greedy choice (QSpec section 3.1).
+
+    Args:
+      proposed: int32[B, N].
+      drafted: int32[B], how many of them count.
+      choices: int32[B, N + 1], the target's after the last token and after each draft.
+
+    Returns:
+      int32[B], how many drafts are kept. The row's next tokens are one more of the choices.
+    """
+    return _leading((choices[:, :-1] == proposed) & _meant(proposed, drafted))
+
+
+def rejection_sample(
+    keys: jax.Array,
+    proposed: jax.Array,
+    drafted: jax.Array,
+    draft: jax.Array | None,
+    target: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Speculative sampling: every emitted token has exactly the target's distribution.
+
+    Draft d is kept with probability min(1, target(d) / draft(d)); the first one that is not is
+    replaced by a draw from max(target - draft, 0), normalized (Leviathan et al. 2023, algorithm 1).
+
+    Args:
+      keys: one key per row, [B].
+      proposed: int32[B, N], drawn from `draft`.
+      drafted: int32[B], how many of them count.
+      draft: f32[B, N, V], the distributions they were drawn from; None: chosen without chance.
+      target: f32[B, N + 1, V], the target's after the last token and after each draft.
+
+    Returns:
+      accepted: int32[B], how many drafts are kept, and emitted: int32[B, N + 1], whose first
+      accepted + 1 tokens are the row's next ones.
+    """
+    n = proposed.shape[1]
+    keys = jax.vmap(jax.random.split)(keys)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(keys[:, 0])
+    chosen = proposed[..., None]
+    p = jnp.take_along_axis(target[:, :n], chosen, axis=-1)[..., 0]
+    q = 1.0 if draft is None else jnp.take_along_axis(draft, chosen, axis=-1)[..., 0]
+    accepted = _leading((uniform * q < p) & _meant(proposed, drafted))
+    rejected = accepted < drafted
+    residual = _residual(rejected, _at(proposed, accepted), draft, target, accepted)
+    replacement = draw(keys[:, 1], residual)
+    last = jnp.arange(n + 1) == accepted[:, None]
+    padded = jnp.pad(proposed, ((0, 0), (0, 1)))
+    return accepted, jnp.where(last, replacement[:, None], padded)
+
+
+def greedy_path(
+    proposed: jax.Array, parents: jax.Array, meant: jax.Array, choices: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keeps the longest path of a tree that is the target's own greedy continuation.
+
+    Args:
+      proposed, parents: int32[B, N], as in a `Proposal`.
+      meant: bool[B, N], which of them count.
+      choices: int32[B, N + 1], the target's after the last token and after each draft.
+
+    Returns:
+      accepted: int32[B], how many drafts are kept, and nodes: int32[B, N], which ones; -1 after
+      them.
+    """
+    paths = trees.ancestors(parents)
+    chosen = meant & (proposed == jnp.take_along_axis(choices, parents + 1, axis=1))
+    others = paths < 0
+    along = jnp.take_along_axis(chosen[:, None], jnp.maximum(paths, 0), axis=2) | others
+    lengths = jnp.where(jnp.all(along, axis=2), trees.depths(paths) + 1, 0)
+    accepted = jnp.max(lengths, axis=1)
+    return accepted, _path(paths, jnp.where(accepted > 0, jnp.argmax(lengths, axis=1), -1))
+
+
+def sample_path(
+    keys: jax.Array,
+    proposed: jax.Array,
+    parents: jax.Array,
+    meant: jax.Array,
+    draft: jax.Array | None,
+    target: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Multi-branch rejection: every emitted token has exactly the target's distribution.
+
+    The children of a node are tried one after another. Child d is kept with probability
+    min(1, p(d) / q(d)), where q is what it was drawn from and p, at first the target's
+    distribution, becomes max(p - q, 0), normalized, after every child that is not kept. When none
+    is, the next token is a draw from p (SpecInfer, Miao et al. 2024). It asks of q
+    nothing but that child d was drawn from it: of independent draws from one distribution q is that
+    distribution; of draws without replacement, what was left of it; of a token that was chosen
+    without chance, the token alone.
+
+    Args:
+      keys: one key per row, [B].
+      proposed, parents, meant: as in `greedy_path`.
+      draft: f32[B, N, V], q of every draft; None: chosen without chance.
+      target: f32[B, N + 1, V], the target's after the last token and after each draft.
+
+    Returns:
+      accepted: int32[B] and nodes: int32[B, N], as `greedy_path` does, and emitted:
+      int32[B, N + 1], whose first accepted + 1 tokens are the row's next ones.
+    """
+    rows, n = proposed.shape
+    keys = jax.vmap(jax.random.split)(keys)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(keys[:, 0])
+
+    def consider(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The last node kept, int32[B], and p of its children, f32[B, V], after node i."""
+        node, p = state
+        token = proposed[:, i, None]
+        q = jax.nn.one_hot(token[:, 0], p.shape[1]) if draft is None else draft[:, i]
+        p_token, q_token = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (p, q))
+        tried = meant[:, i] & (parents[:, i] == node)
+        kept = tried & (uniform[:, i] * q_token < p_token)
+        left = _remainder(p, q)
+        left = left / jnp.sum(left, axis=1, keepdims=True)
+        p = jnp.where(kept[:, None], target[:, i + 1], jnp.where(tried[:, None], left, p))
+        return jnp.where(kept, i, node), p
+
+    start = jnp.full(rows, -1, jnp.int32), target[:, 0]
+    node, p = lax.fori_loop(0, n, consider, start)
+    nodes = _path(trees.ancestors(parents), node)
+    accepted = jnp.sum(nodes >= 0, axis=1, dtype=jnp.int32)
+    emitted = jnp.take_along_axis(proposed, jnp.maximum(nodes, 0), axis=1)
+    emitted = jnp.pad(emitted, ((0, 0), (0, 1)))
+    last = jnp.arange(n + 1) == accepted[:, None]
+    return accepted, nodes, jnp.where(last, draw(keys[:, 1], p)[:, None], emitted)
+
+
+def _path(paths: jax.Array, node: jax.Array) -> jax.Array:
+    """paths[b, node[b]]; no node at all, -1, has an empty path. [B, N, D], [B] -> [B, D]."""
+    path = jnp.take_along_axis(paths, jnp.maximum(node, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where(node[:, None] >= 0, path, -1)
+
+
+def _residual(
+    rejected: jax.Array,
+    token: jax.Array,
+    draft: jax.Array | None,
+    target: jax.Array,
+    accepted: jax.Array,
+) -> jax.Array:
+    """Unnormalized max(target - draft, 0) where drafting ended; target where nothing was rejected.
+
+    rejected: bool[B]; token: int32[B], the rejected one. -> f32[B, V].
+    """
+    p = _at(target, accepted)
+    q = jax.nn.one_hot(token, p.shape[-1]) if draft is None else _at(draft, accepted)
+    return _remainder(p, jnp.where(rejected[:, None], q, 0))
+
+
+def _remainder(p: jax.Array, q: jax.Array) -> jax.Array:
+    """Unnormalized max(p - q, 0). f32[B, V]."""
+    remainder = jnp.maximum(p - q, 0)
+    # Equal distributions leave nothing; a rejection there is rounding, and p is right.
+    return jnp.where(jnp.any(remainder > 0, axis=-1, keepdims=True), remainder, p)
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """values[b, index[b]], zeros past the end. [B, N, …] -> [B, …]."""
+    padded = jnp.pad(values, ((0, 0), (0, 1), *((0, 0),) * (values.ndim - 2)))
+    return jax.vmap(lambda row, i: row[i])(padded, index)
+
+
+def _meant(proposed: jax.Array, drafted: jax.Array) -> jax.Array:
+    """Which proposals count. -> bool[B, N]."""
+    return jnp.arange(proposed.shape[1]) < drafted[:, None]
+
+
+def _leading(kept: jax.Array) -> jax.Array:
+    """How many leading entries are true. bool[B, N] -> int32[B]."""
+    return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1)

@@ -1,0 +1,156 @@
+"""What one row of decoding knows: the state of the loop, and what passes between its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.model.kv_cache import KVCache
+from specjax.speculation.sampling import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts per row, int32[B] each.
+
+    rounds: draft-verify rounds, one target pass each.
+    drafted: tokens proposed.
+    tested: of these, the ones the target decided on: all up to the first rejected one. In a tree
+        the children of one node count as one, of which one or none is accepted.
+    accepted: of these, the ones it agreed with, whether or not a limit then cut them off.
+    generated: tokens emitted, the target's own included.
+    """
+
+    rounds: jax.Array
+    drafted: jax.Array
+    tested: jax.Array
+    accepted: jax.Array
+    generated: jax.Array
+
+    @classmethod
+    def zeros(cls, rows: int) -> Stats:
+        return cls(*(jnp.zeros(rows, jnp.int32) for _ in dataclasses.fields(cls)))
+
+    @property
+    def acceptance_rate(self) -> jax.Array:
+        """Accepted over drafted tokens, all rows together (QSpec section 4.4). f32[]."""
+        return jnp.sum(self.accepted) / jnp.maximum(jnp.sum(self.drafted), 1)
+
+    @property
+    def token_acceptance(self) -> jax.Array:
+        """Probability that a draft is kept given that those before it were. f32[]."""
+        return jnp.sum(self.accepted) / jnp.maximum(jnp.sum(self.tested), 1)
+
+    @property
+    def tokens_per_round(self) -> jax.Array:
+        """Tokens gained per target pass, all rows together. f32[]."""
+        return jnp.sum(self.generated) / jnp.maximum(jnp.sum(self.rounds), 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """One batch in the middle of decoding. Between rounds, for every row b:
+
+        lengths[b] - 1 - lag <= cache.lengths[b] <= lengths[b] - 1
+
+    The cache holds precise entries of all tokens but the last, which the next verification reads.
+    The target never lags. A draft model with a cache of its own does: when all its drafts were
+    accepted it has not read the last of them, nor the token that the target added.
+
+    tokens: int32[B, W], prompt and output, padded.
+    lengths: int32[B], valid tokens.
+    limits: int32[B], lengths at which rows end.
+    finished: bool[B]; such a row changes no more.
+    cache: the target's KV cache.
+    keys: one random key per row, [B], or None when decoding greedily.
+    draft: whatever the drafter keeps.
+    stats: counts so far.
+    sampling, stop_tokens: static.
+    vocab_size: entries of the target's vocabulary, in which all levels speak. Static.
+    lag: tokens before the last that the cache may lack. Static.
+    depth: levels above this one; 0 for the target's own state. Static.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    limits: jax.Array
+    finished: jax.Array
+    cache: KVCache
+    keys: jax.Array | None
+    draft: Any
+    stats: Stats
+    sampling: Sampling | None = dataclasses.field(metadata={"static": True})
+    stop_tokens: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    lag: int = dataclasses.field(default=0, metadata={"static": True})
+    depth: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def last_tokens(self) -> jax.Array:
+        """The newest token of each row, int32[B]."""
+        return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
+
+    def round_keys(self, purpose: int) -> jax.Array:
+        """Keys of this round, [B]: a row's depend on its own history alone."""
+        assert self.keys is not None
+        fold = jax.vmap(jax.random.fold_in)
+        return fold(fold(self.keys, self.stats.rounds), jnp.full_like(self.stats.rounds, purpose))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Tokens that a drafter proposes to follow the last one: a chain, or a tree
+    (`specjax.speculation.trees`).
+
+    tokens: int32[B, N].
+    counts: int32[B], how many of them are meant, from the first; None: all.
+    distributions: f32[B, N, V], what each was drawn from; None when decoding greedily, and where
+        tokens were chosen without chance. In a tree, given the siblings before it.
+    parents: int32[B, N], parents[b, i] < i: the token that token i follows, -1 for the last one;
+        None: a chain.
+    verifiable: bool[B, N], False for tokens of a tree that are never accepted, nor what follows
+        them: they only ask for `Verified.choices`; None: all are.
+    """
+
+    tokens: jax.Array
+    counts: jax.Array | None = None
+    distributions: jax.Array | None = None
+    parents: jax.Array | None = None
+    verifiable: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What a target pass made of a proposal.
+
+    proposed: int32[B, N].
+    drafted: int32[B], how many of them might have been accepted.
+    accepted: int32[B], leading proposals that the target kept; of a tree, those on one path.
+    tested: int32[B], as in `Stats`.
+    emitted: int32[B, N + 1], the row's next tokens; the first `count` are valid.
+    count: int32[B], tokens gained: accepted + 1, less what a stop token or the limit cut off; 0 in
+        finished rows.
+    logits: f32[B, N + 1, V], the target's after the last token and after every proposal.
+    choices: int32[B, N + 1], its most probable tokens there; also when sampling.
+    nodes: int32[B, N], which proposals the accepted ones are, valid as far as those; None: a chain.
+    distributions: f32[B, N + 1, V], what the target gives every emitted token; None when decoding
+        greedily.
+    """
+
+    proposed: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    tested: jax.Array
+    emitted: jax.Array
+    count: jax.Array
+    logits: jax.Array
+    choices: jax.Array
+    nodes: jax.Array | None
+    distributions: jax.Array | None

@@ -1,0 +1,150 @@
+"""Drafts from models: the promise holds for each of them, alone and on top of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from checkpoints_tools.quantize import quantize
+from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel
+from specjax.generation.decoding import start
+from specjax.model.params import Linear
+from specjax.speculation.rounds import step
+from tests.support.random_models import CONFIG, random_model, random_prompts
+
+TARGET = random_model(CONFIG)
+INT4 = quantize(TARGET, "rtn", group_size=32)
+MXFP4 = quantize(TARGET, "mxfp4")
+INT8 = quantize(TARGET, "int8")
+
+
+def _smaller(target: specjax.Params) -> specjax.Params:
+    """The first of the target's layers, and a vocabulary padded to another size."""
+    pad = ((0, 4), (0, 0))
+    return dataclasses.replace(
+        target,
+        embedding=jnp.pad(target.embedding, pad),
+        layers=target.layers[:1],
+        lm_head=Linear(jnp.pad(target.lm_head.weight, pad, constant_values=9.0)),
+        config=dataclasses.replace(CONFIG, num_layers=1, vocab_size=CONFIG.vocab_size + 4),
+    )
+
+
+OTHER = _smaller(TARGET)
+PROMPTS = random_prompts((1, 3, 7, 12), CONFIG.vocab_size)
+NEW = 24
+
+DRAFTERS = {
+    "a cast": DraftModel(MXFP4),
+    "a cast that shares the cache": DraftModel(INT4, share_cache=True),
+    "a cast that is as good as the target": DraftModel(TARGET, 4),
+    "another model": DraftModel(OTHER, 2),
+    "confidence": DraftModel(INT8, 8, confidence=0.4),
+    "heuristic": DraftModel(INT8, 9, schedule=Heuristic()),
+    "adaptive": DraftModel(INT4, 9, share_cache=True, schedule=Adaptive(), confidence=0.2),
+    "skipping": LayerSkip((0,)),
+    "two levels": MultiLevel(DraftModel(INT8, 6), DraftModel(MXFP4, 2)),
+    "two levels in one cache": MultiLevel(
+        DraftModel(INT8, 6, share_cache=True), LayerSkip((0,), 2)
+    ),
+    "three levels": MultiLevel.of(
+        [DraftModel(INT8, 6, schedule=Heuristic()), DraftModel(MXFP4, 3), DraftModel(OTHER, 2)]
+    ),
+    "a level with its own below one without": MultiLevel.of(
+        [DraftModel(INT8, 5, share_cache=True), DraftModel(INT4, 3), DraftModel(MXFP4, 2)]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> specjax.DecodeResult:
+    return specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=specjax.Autoregressive())
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
+    result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=DRAFTERS[name])
+    np.testing.assert_array_equal(result.tokens, plain.tokens)
+    np.testing.assert_array_equal(result.lengths, plain.lengths)
+    assert (np.asarray(result.stats.rounds) < NEW).any(), "nothing was ever accepted"
+    assert (result.stats.accepted <= result.stats.drafted).all()
+
+
+@pytest.mark.parametrize("name", ["a cast", "two levels", "three levels"])
+def test_a_drafts_own_cache_is_what_its_model_writes(name: str) -> None:
+    """However often drafts were rejected: entries of committed tokens are the drafting model's."""
+    drafter = DRAFTERS[name]
+    state = start(TARGET, PROMPTS, drafter=drafter, max_new_tokens=NEW)
+    for _ in range(5):
+        state, _ = step(TARGET, state, drafter)
+    outer = drafter.outer if isinstance(drafter, MultiLevel) else drafter
+    own = (state.draft.outer if isinstance(drafter, MultiLevel) else state.draft).cache
+    again = start(
+        outer.params, state.tokens, prompt_lengths=state.lengths, max_new_tokens=1,
+        drafter=specjax.Autoregressive(),
+    )  # fmt: skip
+    filled = np.minimum(own.lengths, state.lengths - 1)
+    assert (filled >= state.lengths - 2).all()
+    for ours, theirs in zip(own.keys, again.cache.keys, strict=True):
+        for row, length in enumerate(filled):
+            np.testing.assert_array_equal(ours[row, :length], theirs[row, :length])
+
+
+def test_a_draft_equal_to_the_target_is_never_rejected() -> None:
+    """Also across levels: the expected counts, exactly. 24 tokens, 5 a round: 4 · 5 + 4."""
+    drafters = (DraftModel(TARGET, 4), MultiLevel(DraftModel(TARGET, 4), DraftModel(TARGET, 1)))
+    for drafter in drafters:
+        result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter)
+        assert (result.stats.rounds == 5).all()
+        assert (result.stats.accepted == 4 * result.stats.rounds).all()
+    (level,) = result.levels
+    assert (level.generated == result.stats.drafted).all()
+    assert (level.rounds == 2 * result.stats.rounds).all()  # two tokens each: 4 drafts
+    assert (level.accepted == level.drafted).all()
+
+
+def test_a_drafter_that_is_always_wrong_costs_rounds_and_nothing_else(plain) -> None:
+    """A draft model whose head is turned upside down: every level makes one token per round."""
+    head = TARGET.lm_head.weight
+    wrong = dataclasses.replace(TARGET, lm_head=dataclasses.replace(TARGET.lm_head, weight=-head))
+    drafter = MultiLevel(DraftModel(wrong, 3), DraftModel(TARGET, 2))
+    result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter)
+    np.testing.assert_array_equal(result.tokens, plain.tokens)
+    assert (result.stats.rounds == NEW).all() and (result.stats.accepted == 0).all()
+    (level,) = result.levels
+    assert (level.accepted == 0).all() and (level.rounds == 3 * result.stats.rounds).all()
+
+
+def test_a_shared_cache_adds_no_bytes() -> None:
+    def state_bytes(drafter: specjax.Drafter) -> int:
+        state = start(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter, cache_capacity=128)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+    shared = state_bytes(DraftModel(INT4, share_cache=True))
+    assert shared == state_bytes(specjax.Autoregressive())
+    assert state_bytes(DraftModel(INT4)) > 1.9 * shared
+
+
+def test_an_unsure_draft_ends_at_once() -> None:
+    """confidence=1: only certain tokens go on, so rounds draft one token each."""
+    drafter = DraftModel(OTHER, 6, confidence=1.0)
+    result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter)
+    assert (result.stats.drafted == result.stats.rounds).all()
+
+
+@pytest.mark.parametrize("name", ["a cast", "adaptive", "two levels"])
+def test_caches_are_updated_in_place(name: str) -> None:
+    """A round's temporaries do not grow with the caches, also where the pass has several widths."""
+    drafter = DRAFTERS[name]
+
+    def temporaries(capacity: int) -> int:
+        state = start(TARGET, PROMPTS, drafter=drafter, max_new_tokens=8, cache_capacity=capacity)
+        return step.lower(TARGET, state, drafter).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) <= temporaries(256) + 4096

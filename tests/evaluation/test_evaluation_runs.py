@@ -1,0 +1,334 @@
+"""Task sets through a model: what is recorded, that a killed run loses nothing, and the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.cli import main
+from specjax.evaluation import evaluate, perplexity
+from specjax.evaluation.runs import Results
+from specjax.evaluation.scoring import score
+from specjax.evaluation.table import fidelity_rows, format_table
+from specjax.evaluation.tasks import TASKS as TASKS_BY_NAME
+from tests.support.random_models import CONFIG, quantized_model, random_model
+from tests.support.task_files import write_tasks
+
+PARAMS = quantized_model(group_size=32)
+TASKS = ["gsm8k", "piqa", "wikitext2"]
+OPTIONS = {"shots": 1, "max_new_tokens": 12, "rows": 2}
+
+
+class Characters:
+    """A tokenizer of the printable characters of ASCII, and the end of a line."""
+
+    def encode(self, text: str) -> list[int]:
+        return [95 if character == "\n" else ord(character) - 32 for character in text]
+
+    def decode(self, ids) -> str:
+        return "".join("\n" if token == 95 else chr(token + 32) for token in ids)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write_tasks(tmp_path)
+    return tmp_path
+
+
+def _evaluate(folder: Path, tasks=TASKS, **options):
+    return evaluate(PARAMS, Characters(), tasks, folder, **{**OPTIONS, **options})
+
+
+def test_records_are_what_the_model_says(folder) -> None:
+    written, chosen, text = _evaluate(folder)
+    prompts = [record["id"] for record in written.records]
+    assert prompts == ["1", "2"]
+
+    shown, question = ((folder / "prompts" / f"gsm8k_{part}.jsonl").read_text().splitlines()[0]
+                       for part in ("train", "test"))  # fmt: skip
+    prompt = (
+        f"Question: {json.loads(shown)['question']}\nAnswer: 1 + 8 = 9\n#### 9\n\n"
+        f"Question: {json.loads(question)['question']}\nAnswer:"
+    )
+    tokens = Characters().encode(prompt)
+    result = specjax.decode(PARAMS, tokens, max_new_tokens=12)
+    assert written.records[0]["tokens"] == np.asarray(result.tokens)[0, len(tokens) :].tolist()
+    assert written.records[0]["generated"] == 12
+    assert written.records[0]["rounds"] == int(result.stats.rounds[0])
+
+    option = Characters().encode("Question: count apples\nAnswer: one by one")
+    log_probs = np.asarray(score(PARAMS, jnp.array([option]))[0], np.float64)[0, -11:]
+    np.testing.assert_allclose(chosen.records[0]["log_likelihoods"][0], log_probs.sum(), rtol=1e-5)
+    right = sum(
+        (record["log_likelihoods"][0] < record["log_likelihoods"][1]) == index % 2
+        for index, record in enumerate(chosen.records)
+    )
+    assert chosen.metrics["accuracy"] == right / 5
+
+    ids = Characters().encode((folder / "texts" / "wikitext2_valid.txt").read_text())
+    expected = perplexity(PARAMS, ids, window=CONFIG.max_position_embeddings)
+    np.testing.assert_allclose(text.metrics["perplexity"], expected.perplexity, rtol=1e-5)
+
+
+def test_a_later_turn_is_asked_after_the_answer_before_it(folder) -> None:
+    (result,) = _evaluate(folder, ["mt_bench"])
+    first, second = result.records
+    assert (first["id"], second["id"]) == ("7", "7/2")
+    prompt = f"Question: Tell a tale.\nAnswer:{first['text']}\n\nQuestion: Tell it again.\nAnswer:"
+    decoded = specjax.decode(
+        PARAMS, Characters().encode(prompt), max_new_tokens=12, drafter=specjax.Autoregressive()
+    )
+    assert second["tokens"] == decoded.tokens[0, len(prompt) : decoded.lengths[0]].tolist()
+    assert result.progress.done == result.progress.total == 2
+
+
+class Chat(Characters):
+    """With a chat template."""
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        assert not special_tokens or "<" not in text, "the template holds the special tokens"
+        return super().encode(text)
+
+    def chat(self, messages) -> str:
+        turns = (f"<{message['role']}>{message['content']}" for message in messages)
+        return "".join(turns) + "<assistant>"
+
+
+def test_questions_are_put_into_the_chat_template(folder) -> None:
+    conversation, sums = evaluate(
+        PARAMS, Chat(), ["mt_bench", "gsm8k"], folder, chat=True, **OPTIONS
+    )
+    first, second = conversation.records
+    prompts = [
+        "<user>Tell a tale.<assistant>",
+        f"<user>Tell a tale.<assistant>{first['text']}<user>Tell it again.<assistant>",
+    ]
+    for record, prompt in zip((first, second), prompts, strict=True):
+        decoded = specjax.decode(PARAMS, Chat().encode(prompt, False), max_new_tokens=12)
+        assert record["tokens"] == decoded.tokens[0, len(prompt) : decoded.lengths[0]].tolist()
+    assert len(sums.records) == 2 and sums.refused == 0
+    with pytest.raises(ValueError, match="chat needs a tokenizer of specjax"):
+        evaluate(PARAMS, Characters(), ["mt_bench"], folder, chat=True)
+
+
+def test_decoding_ends_with_the_text_that_begins_another_question(folder, monkeypatch) -> None:
+    """Here "a stop" is whatever the model writes as its fourth character."""
+    (whole,) = _evaluate(folder, ["gsm8k"])
+    stops = tuple({record["text"][3] for record in whole.records})
+    task = dataclasses.replace(TASKS_BY_NAME["gsm8k"], stops=stops)
+    monkeypatch.setitem(TASKS_BY_NAME, "gsm8k", task)
+    (cut,) = _evaluate(folder, ["gsm8k"])
+    for short, long in zip(cut.records, whole.records, strict=True):
+        end = min(long["text"].index(stop) for stop in stops if stop in long["text"])
+        assert short["text"] == long["text"][:end]
+        assert short["tokens"] == long["tokens"][: end + 1] and short["generated"] == end + 1
+
+
+def test_any_drafter_writes_the_same(folder) -> None:
+    drafters = (specjax.Autoregressive(), specjax.QSpec(activation="a4"))
+    plain, drafted = (_evaluate(folder, ["humaneval"], drafter=each)[0] for each in drafters)
+    assert [r["tokens"] for r in plain.records] == [r["tokens"] for r in drafted.records]
+    assert plain.summary()["tokens"] == 12 and "acceptance" in drafted.summary()
+    assert plain.metrics == {"pass@1": 0.0} and plain.records[0]["note"]
+
+
+# One item does not fit: it says so, and the others are as they were.
+def test_an_item_that_is_too_long(folder) -> None:
+    whole = _evaluate(folder, ["gsm8k", "piqa"])
+    for name, item in (
+        ("gsm8k_test", {"question": "long " * 100, "answer": "#### 1"}),
+        ("piqa", {"goal": "long", "sol1": "long " * 120, "sol2": "short", "label": 0}),
+    ):
+        path = folder / "prompts" / f"{name}.jsonl"
+        path.write_text(json.dumps(item) + "\n" + path.read_text())
+    written, chosen = _evaluate(folder, ["gsm8k", "piqa"])
+    assert written.refused == chosen.refused == 1
+    assert "the model has 512 positions" in written.records[0]["error"]
+    assert "the model has 512 positions" in chosen.records[0]["error"]
+    assert [r["tokens"] for r in written.records[1:]] == [r["tokens"] for r in whole[0].records]
+    assert len(chosen.records) == 6 and "correct" in chosen.records[1]
+
+
+class _KilledError(Exception):
+    pass
+
+
+# Whatever the item after which a run ends, the next one finishes the same file, byte for byte.
+def test_an_ended_run_is_taken_up(folder) -> None:
+    whole = _evaluate(folder, out=folder / "whole.jsonl")
+    expected = (folder / "whole.jsonl").read_bytes()
+    for last in (1, 4, 7):
+        out = folder / f"{last}.jsonl"
+        seen = []
+
+        def end(progress, last=last, seen=seen) -> None:
+            seen.append(progress)
+            if len(seen) == last:
+                raise _KilledError
+
+        with pytest.raises(_KilledError):
+            _evaluate(folder, out=out, progress=end)
+        assert len(out.read_bytes().splitlines()) == 1 + last
+        seen.clear()
+        results = _evaluate(
+            folder, out=out, rows=3, progress=lambda state, seen=seen: seen.append(state)
+        )
+        assert len(seen) == 2 + 5 + 1 - last  # none is done again
+        assert out.read_bytes() == expected
+        assert [each.metrics for each in results] == [each.metrics for each in whole]
+
+
+# Of every torn file the whole lines are kept, and nothing else.
+def test_a_torn_file(tmp_path) -> None:
+    settings = {"model": "m"}
+    records = [{"task": "t", "id": str(i), "text": "é\n" * i} for i in range(3)]
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    keys = [("t", str(i)) for i in range(3)]
+    with Results(whole, settings) as results:
+        for record in reversed(records):
+            results.add(record)
+        results.finish(keys)
+    data = whole.read_bytes()
+    assert len(data.splitlines()) == 4
+    for end in range(len(data)):
+        torn.write_bytes(data[:end])
+        with Results(torn, settings) as results:
+            assert len(results.records) == max(data[:end].count(b"\n") - 1, 0)
+            for record in records:
+                if ("t", record["id"]) not in results.records:
+                    results.add(record)
+            results.finish(keys)
+        assert torn.read_bytes() == data
+
+
+def test_files_that_are_refused(folder) -> None:
+    out = folder / "out.jsonl"
+    _evaluate(folder, ["piqa"], out=out)
+    before = out.read_bytes()
+    for change, message in (
+        ({"tasks": ["winogrande"]}, r'with tasks \["piqa"\]; this one has \["winogrande"\]'),
+        ({"limit": 3}, "with limit null; this one has 3"),
+        ({"drafter": specjax.QSpec(draft_length=2)}, "with drafter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _evaluate(folder, **{"tasks": ["piqa"], "out": out, **change})
+    with pytest.raises(ValueError, match="with model"):
+        evaluate(quantized_model(seed=1), Characters(), ["piqa"], folder, out=out, **OPTIONS)
+    path = folder / "prompts" / "piqa.jsonl"
+    path.write_text(path.read_text().replace("spoon", "ladle"))
+    with pytest.raises(ValueError, match="with data"):
+        _evaluate(folder, ["piqa"], out=out)
+    assert out.read_bytes() == before
+    for text in ("a letter", "a letter\n", '{"task": "piqa", "id": "1"}\n', "[]\n"):
+        out.write_text(text)
+        with pytest.raises(ValueError, match="result"):
+            _evaluate(folder, ["piqa"], out=out)
+        assert out.read_text() == text
+    with Results(folder / "held.jsonl", {}), pytest.raises(ValueError, match="another process"):
+        _evaluate(folder, ["piqa"], out=folder / "held.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; the tasks are gsm8k, math"),
+        ({"tasks": ["piqa", "piqa"]}, "'piqa' twice"),
+        ({"tasks": []}, "tasks must be a list of names"),
+        ({"tasks": "piqa"}, "tasks must be a list of names"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"activation": "a2"}, "activation must be one of"),
+        ({"activation": "a4", "drafter": specjax.QSpec()}, 'drafter goes with activation "a16"'),
+    ],
+)
+def test_arguments_that_are_refused(change, message, folder) -> None:
+    with pytest.raises(ValueError, match=message):
+        _evaluate(folder, **change)
+
+
+def test_the_table(folder) -> None:
+    seen = set()
+    tasks = ["gsm8k", "winogrande"]
+    rows = [
+        row
+        for name, params in (("16-bit", random_model()), ("RTN", PARAMS))
+        for row in fidelity_rows(
+            name, params, Characters(), tasks, folder, out=folder / "out", **OPTIONS,
+            progress=lambda method, state: seen.add((method, state.task)),
+        )
+    ]  # fmt: skip
+    assert [row.method for row in rows] == ["W16A16", "W4A16", "QSpec", "W4A8", "W4A4"]
+    drafted, lowest = rows[2], rows[4]
+    assert drafted.compared == [True, True] and lowest.compared.count(False) > 0
+    assert drafted.results[0].progress.drafted > 0 and rows[1].results[0].progress.drafted == 0
+    assert drafted.results[1] is rows[1].results[1]
+    assert ("QSpec", "gsm8k") in seen and ("QSpec", "winogrande") not in seen
+    lines = format_table(rows).splitlines()
+    assert lines[0] == "| model | method | gsm8k | winogrande | answers that differ |"
+    assert lines[4].startswith("| RTN | QSpec | 0.0% |") and lines[4].endswith("| 0 of 2 |")
+    assert len(list((folder / "out").iterdir())) == 5
+
+
+def _command(folder: Path, out: Path) -> list[str]:
+    return [
+        "evaluate", "gsm8k", "piqa", "--model", "tiny", "--data", str(folder), "--batch", "2",
+        "--shots", "1", "--max-new-tokens", "8", "--out", str(out),
+    ]  # fmt: skip
+
+
+# A process that is killed without warning, and the command that goes on.
+def test_a_killed_process_is_taken_up(folder, capsys) -> None:
+    whole, out = folder / "whole.jsonl", folder / "out.jsonl"
+    target = folder / "numbers.json"
+    assert main([*_command(folder, whole), "--json", str(target)]) == 0
+    numbers = json.loads(target.read_text())
+    assert numbers["gsm8k"]["items"] == 2 and numbers["piqa"]["items"] == 5
+    assert "gsm8k: items 2, refused 0, exact match 0" in capsys.readouterr().out
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specjax.cli", *_command(folder, out)],
+        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 2):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = out.read_bytes().count(b"\n")
+    assert 2 <= kept <= 8
+    assert main(_command(folder, out)) == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_the_command_says_what_is_wrong(folder, capsys) -> None:
+    assert main(["evaluate", "piqa", "gsm9k", "--data", str(folder)]) == 1
+    assert "unknown task 'gsm9k'" in capsys.readouterr().err
+    assert main(["evaluate", "piqa", "--data", str(folder / "none")]) == 1
+    assert "piqa.jsonl" in capsys.readouterr().err
+    models = ["--models", "A=tiny", "A=tiny"]
+    assert main(["evaluate", "table", "piqa", "--data", str(folder), *models]) == 1
+    assert "different names, got A, A" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["evaluate", "gsm9k", "--data", str(folder)])
+    assert "gsm8k" in capsys.readouterr().err
+
+
+def test_evaluate_table_command(folder, capsys) -> None:
+    target = folder / "table.json"
+    options = ["--data", str(folder), "--models", "RTN=tiny", "--json", str(target)]
+    assert main(["evaluate", "table", "piqa", *options]) == 0
+    assert "| RTN | QSpec |" in capsys.readouterr().out
+    assert [row["method"] for row in json.loads(target.read_text())] == [
+        "W4A16", "QSpec", "W4A8", "W4A4",
+    ]  # fmt: skip

@@ -1,0 +1,193 @@
+"""The judges against answers whose worth is plain, and the files they read from."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from specjax.evaluation.tasks import TASKS, WIKITEXT2
+from specjax.evaluation.tasks.arithmetic import GSM8K, final_number
+from specjax.evaluation.tasks.base import Question
+from specjax.evaluation.tasks.competition import MATH, WORKED, boxed, same_answer
+from specjax.evaluation.tasks.programs import HUMANEVAL, MBPP
+from specjax.files.json_lines import read_lines
+from tests.support.task_files import write_tasks
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("She has 3 + 4 = 7 apples.\n#### 7", "7"),
+        ("#### 1,250", "1250"),
+        ("so it costs $18.00", "18"),
+        ("#### -3.50 degrees", "-3.5"),
+        ("#### $5\nThat is 12 times as much.", "5"),
+        ("From 4 to 12.", "12"),
+        ("#### unknown, perhaps 9", "9"),
+    ],
+)
+def test_final_number(answer, number) -> None:
+    assert final_number(answer) == Decimal(number)
+
+
+def test_arithmetic_is_judged_by_the_number_alone() -> None:
+    question = Question("1", "", "48/2 = 24\n#### 72")
+    for answer, right in (
+        ("#### 72", True), ("It is 72.0", True), ("#### 7", False), ("72 of 73", False),
+        ("", False), ("#### 72\n\nQuestion: How many?\nAnswer: #### 9", True),
+    ):  # fmt: skip
+        assert GSM8K.judge(question, GSM8K.cut(answer)).correct is right
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (r"\frac{1}{2}", r"\dfrac{1}{2}"),
+        (r"\frac12", "0.5"),
+        ("1/2", r"\tfrac{1}{2}"),
+        (r"-\frac{3}{4}", "-0.75"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        ("1,000", "1000"),
+        (r"\$12", "12"),
+        (r"15\%", "15"),
+        (r"90^\circ", "90"),
+        ("x = 5", "5"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"12\text{ cm}", "12"),
+        ("5.", "5"),
+        ("2.0", "2"),
+    ],
+)
+def test_same_answers(first, second) -> None:
+    assert same_answer(first, second) and same_answer(second, first)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("1", "2"), ("p - q", "q - p"), (r"\frac{1}{2}", r"\frac{2}{1}"), ("(1,2)", "(2,1)"),
+     (r"\frac{1}{0}", "1"), ("", "0"), ("-3", "3")],
+)  # fmt: skip
+def test_different_answers(first, second) -> None:
+    assert not same_answer(first, second)
+
+
+def test_boxed() -> None:
+    assert boxed(r"first \boxed{1}, then \boxed{\frac{a}{b}}.") == r"\frac{a}{b}"
+    assert boxed(r"\boxed{never closed {") is None
+    assert boxed("no box") is None
+    question = Question("1", "", "6")
+    assert MATH.judge(question, r"so $x = \boxed{6}$").correct
+    assert not MATH.judge(question, "so x = 6").correct  # an answer is boxed or it is none
+    for _, solution in WORKED:
+        assert boxed(solution) is not None
+
+
+def test_programs_are_judged_by_running_them(tmp_path) -> None:
+    write_tasks(tmp_path)
+    (item,) = HUMANEVAL.items(tmp_path)
+    assert HUMANEVAL.judge(item, "    return 2 * x\n").correct
+    wrong = HUMANEVAL.judge(item, "    return x\n")
+    assert not wrong.correct and wrong.note.startswith("AssertionError")
+    # What follows the function is another text.
+    continued = HUMANEVAL.cut("    return 2 * x\n\ndef other():\n    broken(")
+    assert HUMANEVAL.judge(item, continued).correct
+
+    item = MBPP.items(tmp_path)[0]
+    assert MBPP.judge(item, "def add(a, b):\n    return a + b").correct
+    assert not MBPP.judge(item, "def plus(a, b):\n    return a + b").correct
+
+
+def test_conversations_are_not_judged(tmp_path) -> None:
+    write_tasks(tmp_path)
+    (item,) = TASKS["mt_bench"].items(tmp_path)
+    assert (item.id, item.prompt, item.later) == ("7", "Tell a tale.", ("Tell it again.",))
+    turns = [item.prompt, " In {} winter.", *item.later]
+    assert TASKS["mt_bench"].plain(turns[:1]) == "Question: Tell a tale.\nAnswer:"
+    assert TASKS["mt_bench"].plain(turns) == (
+        "Question: Tell a tale.\nAnswer: In {} winter.\n\nQuestion: Tell it again.\nAnswer:"
+    )
+    assert TASKS["mt_bench"].judge(item, "Once upon a time").correct is None
+
+
+# Examples come before every question, as many as asked for, and are never questions themselves.
+def test_examples(tmp_path) -> None:
+    write_tasks(tmp_path)
+    for shots in (0, 1, 2):
+        for item in GSM8K.items(tmp_path, shots):
+            assert item.prompt.count("Question:") == shots + 1
+            assert item.prompt.count("####") == shots and item.prompt.endswith("\nAnswer:")
+            assert "<<" not in item.prompt
+    assert len(MATH.items(tmp_path)[0].prompt.split("Problem:")) == 4 + 2
+    tasks = MBPP.items(tmp_path)
+    assert [item.id for item in tasks] == ["11", "12"]
+    assert tasks[0].prompt.count("# Task:") == 3 + 1 and tasks[0].prompt.count("# End") == 3
+    with pytest.raises(ValueError, match=r"gsm8k_train.jsonl holds 8 examples, shots=9"):
+        GSM8K.items(tmp_path, 9)
+    with pytest.raises(ValueError, match="math has 4 worked examples, shots=5"):
+        MATH.items(tmp_path, 5)
+    with pytest.raises(ValueError, match="shots must be at least 0, got -1"):
+        GSM8K.items(tmp_path, -1)
+
+
+# Every task set that is there reads as it should.
+def test_real_data(data) -> None:
+    counts = {
+        name: len(task.items(data))
+        for name, task in TASKS.items()
+        if task is not WIKITEXT2 and (data / task.file).exists()
+    }
+    assert counts == {
+        "gsm8k": 660, "math": 500, "humaneval": 82, "mbpp": 500, "piqa": 500, "winogrande": 500,
+        "mt_bench": 80, "vicuna_bench": 80,
+    }  # fmt: skip
+
+
+def test_reference_solutions_are_right(data) -> None:
+    for task, name in ((GSM8K, "answer"), (MATH, "solution")):
+        lines = read_lines(data / task.file)[:100]
+        for line, item in zip(lines, task.items(data), strict=False):
+            assert task.judge(item, line.text(name)).correct, line
+    for line, item in zip(
+        read_lines(data / HUMANEVAL.file)[:4], HUMANEVAL.items(data), strict=False
+    ):
+        assert HUMANEVAL.judge(item, line.text("canonical_solution")).correct, line
+
+
+@pytest.mark.parametrize(
+    ("task", "line", "message"),
+    [
+        ("gsm8k", "{", r"line 3 of .*gsm8k_test.jsonl is no valid JSON"),
+        ("gsm8k", "[]", r"line 3 of .*gsm8k_test.jsonl has no text in answer"),
+        ("gsm8k", '{"question": "?", "answer": "none"}', "line 3 .* has no number in answer"),
+        ("mbpp", '{"task_id": 12, "text": "", "test_list": []}', "the id '12' of line 5"),
+        ("piqa", '{"goal": "", "sol1": "", "sol2": "", "label": 2}', "label=2, and 2 options"),
+        ("winogrande", '{"context_options": "", "continuation": ""}', "no list in context_options"),
+        ("mt_bench", '{"turns": []}', "must have texts in turns"),
+    ],
+)
+def test_what_is_wrong_with_a_file(task, line, message, tmp_path) -> None:
+    write_tasks(tmp_path)
+    path = tmp_path / TASKS[task].file
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        TASKS[task].items(tmp_path)
+
+
+def test_an_empty_set_is_refused(tmp_path) -> None:
+    write_tasks(tmp_path)
+    (tmp_path / GSM8K.file).write_text("\n\n")
+    with pytest.raises(ValueError, match=r"gsm8k_test.jsonl holds no items"):
+        GSM8K.items(tmp_path)
+
+
+# A line separator of Unicode within a string does not end a JSON line, and blank lines count.
+def test_lines_are_numbered_as_an_editor_does(tmp_path) -> None:
+    path = Path(tmp_path / "lines.jsonl")
+    path.write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False) + '\n\n{"text": 1}\n')
+    first, second = read_lines(path)
+    assert first.text("text") == "a\u2028b" and second.number == 3
+    with pytest.raises(ValueError, match=r"line 3 of .* has no text in any of text, prompt"):
+        second.text("text", "prompt")

@@ -1,0 +1,61 @@
+"""Tile products (AMX) on machines without them: the library as built, under an emulator.
+
+The emulator (tests/native/amx_emulator.c) is preloaded into a process of its own, in which the
+tests of
+`matmul` and attention run once more. On a machine with tiles they run as they are, and here is
+nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.cpu.native import instruction_sets
+from tests.conftest import ROOT
+
+SOURCE = Path(__file__).resolve().parents[1] / "native" / "amx_emulator.c"
+
+
+@pytest.fixture
+def emulator(tmp_path: Path) -> Path:
+    """The emulator as a shared library."""
+    if "avx512_amx" in instruction_sets():
+        pytest.skip("this machine has tile products")
+    if "avx512_bf16" not in instruction_sets() or sys.platform != "linux":
+        pytest.skip("this machine lacks more than tile products")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path / "amx_emulator.so"
+    flags = ["-O2", "-mfma", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path), "-lm"], check=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("module", "products"), [("test_matmul.py", 2), ("test_cpu_attention.py", 1)]
+)
+def test_by_tiles(module: str, products: int, emulator: Path, tmp_path: Path) -> None:
+    """products: how many kinds there are, of integers and of bfloat16."""
+    # Against float64, whatever the number of rows, and integers as on other instruction sets.
+    # float32 knows no tiles. The handler of faults that pytest brings would replace the emulator's.
+    log = tmp_path / "log"
+    environment = os.environ | {
+        "LD_PRELOAD": str(emulator),
+        "AMX_EMULATOR_LOG": str(log),
+        "SPECJAX_AMX_EMULATED": "1",
+    }
+    options = ["-n", "0", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/{module}"]
+    command += ["-k", "avx512_amx and not float32"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        pytest.skip("the library was built by a compiler that knows no tile products")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sum(int(count) > 0 for count in log.read_text().split()) == products

@@ -1,0 +1,292 @@
+"""Every implementation of `matmul` that a CPU runs, against float64: all formats and precisions.
+
+Accelerator kernels have files of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cpu, reference
+from pallas_kernels.activations import quantize_activations
+from pallas_kernels.cpu.native import instruction_sets
+from pallas_kernels.formats import (
+    Bfloat16Weight,
+    Int4Weight,
+    Mxfp4Weight,
+    Quantized,
+    Weight,
+    dequantize,
+    int4_from_integers,
+    mxfp4_from_codes,
+    padded_inputs,
+)
+from pallas_kernels.matmul import matmul
+from tests.support.random_weights import FORMATS, random_int4, random_rows
+from tests.support.random_weights import random_weights as make_weights
+
+Implementation = Callable[..., jax.Array]
+random_weights = lru_cache(make_weights)
+quantized = jax.jit(quantize_activations, static_argnums=(1, 2))
+dequantized = jax.jit(dequantize)
+
+MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
+
+
+def _on(instruction_set: str) -> Implementation:
+    def run(x: jax.Array, weight: Weight, activation: str) -> jax.Array:
+        return cpu.matmul(x, (weight,), activation=activation, instruction_set=instruction_set)[0]
+
+    return jax.jit(run, static_argnums=2)
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": jax.jit(reference.matmul, static_argnums=2),
+    **{name: _on(name) for name in instruction_sets()},
+}
+FUSED = [name for name in instruction_sets() if name != "portable"]  # a · b + c is rounded once
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def run(implementation: str, x: jax.Array, weight: Weight, activation: str) -> np.ndarray:
+    """f64[M, N]; weights with outliers by the door, which is what takes them apart."""
+    if isinstance(weight, Int4Weight) and weight.outliers is not None:
+        return np.asarray(matmul(x, weight, activation), np.float64)
+    return np.asarray(IMPLEMENTATIONS[implementation](x, weight, activation), np.float64)
+
+
+def activations_of(weight: Weight) -> tuple[str, ...]:
+    return ("a16", "a8", "a4") if isinstance(weight, Quantized) else ("a16",)
+
+
+def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> np.ndarray:
+    """The values that quantized activations stand for, f64[M, K]."""
+    m, k = x.shape
+    if activation == "a16":
+        return np.asarray(x, np.float64)
+    if isinstance(weight, Int4Weight) and weight.outliers is not None:
+        columns = weight.outliers.columns
+        inner, others = dataclasses.replace(weight, outliers=None), np.array(x)
+        others[:, columns] = 0
+        values = represented(others, inner, activation)
+        values[:, columns] = represented(np.asarray(x)[:, columns], weight.outliers.weight, "a8")
+        return values
+    padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, padded_inputs(k) - k)))
+    q, scales = quantized(padded, activation, weight.group_size)
+    groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
+    return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
+
+
+def check(implementation: str, x: jax.Array, weight: Weight, activation: str) -> None:
+    # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros are taken off after the sum,
+    # 16 · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10 and more.
+    values, w = represented(x, weight, activation), np.asarray(dequantized(weight), np.float64)
+    magnitude = np.abs(w)
+    if isinstance(weight, Int4Weight) and weight.zeros is not None:
+        magnitude = magnitude + 16 * float(weight.scales.max())
+    bound = np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30
+    y = run(implementation, x, weight, activation)
+    assert y.shape == (x.shape[0], w.shape[0])
+    assert np.all(np.abs(y - values @ w.T) <= bound)
+
+
+@implementations
+@formats
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_meaning(implementation: str, name: str, dtype: str) -> None:
+    for m, n, k in ((1, 70, 300), (9, 65, 512)):
+        weight = random_weights(n, k)[name]
+        for activation in activations_of(weight):
+            check(implementation, random_rows(m, k, dtype), weight, activation)
+
+
+@implementations
+def test_every_number_of_rows(implementation: str) -> None:
+    x, weight = random_rows(33, 300), random_int4(67, 300)
+    y = run(implementation, x, weight, "a8")
+    check(implementation, x, weight, "a8")
+    for m in range(1, 33):
+        np.testing.assert_array_equal(run(implementation, x[:m], weight, "a8"), y[:m])
+
+
+@implementations
+@formats
+def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> None:
+    # The same bits for M = 1 … 100, and wherever the row stands.
+    weight, x = random_weights(70, 300)[name], random_rows(100, 300)
+    order = np.random.default_rng(0).permutation(100)
+    for activation in activations_of(weight)[:2]:
+        y = run(implementation, x, weight, activation)
+        for m in (1, 4, 5, 17):
+            np.testing.assert_array_equal(run(implementation, x[:m], weight, activation), y[:m])
+        np.testing.assert_array_equal(run(implementation, x[order], weight, activation), y[order])
+
+
+@implementations
+@formats
+def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str) -> None:
+    weight = random_weights(40, 300)[name]
+    clean = np.array(random_rows(5, 300, "float32"))
+    clean[1] = 0
+    dirty = clean.copy()
+    dirty[2, 7], dirty[3, 200], dirty[4, 8] = np.nan, np.inf, -np.inf
+    for activation in activations_of(weight):
+        y = run(implementation, dirty, weight, activation)
+        assert not y[1].any() and np.isnan(y[2]).all() and not np.isfinite(y[3:]).any()
+        np.testing.assert_array_equal(y[:2], run(implementation, clean, weight, activation)[:2])
+
+
+@implementations
+@pytest.mark.parametrize("activation", ["a16", "a8", "a4"])
+def test_scales_of_zero_and_below_the_normal_range(implementation: str, activation: str) -> None:
+    q = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (16, 256)), jnp.int8)
+    scales = jnp.full((16, 2), 0.01, jnp.float32).at[0].set(0).at[1].set(1e-40).at[2].set(1e-37)
+    weight = int4_from_integers(q, scales)
+    x = random_rows(3, 256, "float32")
+    y = run(implementation, x, weight, activation)
+    assert not y[:, 0].any() and np.all(np.abs(y[:, 1]) < 1e-35)  # flushed to zero or not
+    check(implementation, x, weight, activation)
+
+
+@implementations
+def test_activations_below_the_normal_range(implementation: str) -> None:
+    x = jnp.full((2, 256), 1e-39, jnp.float32).at[1].set(1e-30)
+    y = run(implementation, x, random_int4(16, 256), "a8")
+    assert not y[0].any() and np.isfinite(y).all() and y[1].any()
+
+
+@implementations
+def test_every_mxfp4_value_and_the_largest_scale_differences(implementation: str) -> None:
+    # w = ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} · 2^(e - 127), read off one input at a time.
+    values = MXFP4_VALUES
+    codes = jnp.asarray(np.tile(np.arange(16, dtype=np.uint8), (3, 2)))  # [3, 32]
+    weight = mxfp4_from_codes(codes, jnp.array([[127], [100], [200]], jnp.uint8))
+    exact = np.tile(values, 2)[:, None] * 2.0 ** np.array([0, -27, 73])
+    np.testing.assert_array_equal(dequantize(weight), exact.T)
+    np.testing.assert_array_equal(run(implementation, jnp.eye(32), weight, "a16"), exact)
+    broken = Mxfp4Weight(weight.packed, weight.scales.at[1, 0].set(255), 32)
+    y = run(implementation, jnp.ones((2, 32)), broken, "a16")
+    assert np.isnan(y[:, 1]).all() and np.isfinite(y[:, [0, 2]]).all()
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("least", "beyond", "factor"), [(2, (2, 0, 1), 2.0**80), (245, (252, 253, 254), 2.0**-80)]
+)
+def test_mxfp4_scales_at_the_ends_of_bfloat16(
+    implementation: str, least: int, beyond: tuple[int, ...], factor: float
+) -> None:
+    # 0.5 · 2^(2 - 127) is the smallest normal bfloat16, 6 · 2^(252 - 127) has the largest exponent.
+    # One group has a scale beyond them, under which its weights, up to 1, are still finite float32;
+    # those below the normal range may be flushed to zero.
+    rng = np.random.default_rng(least)
+    codes = rng.integers(0, 16, (70, 512), dtype=np.uint8)
+    codes[0, 160:192] %= 3
+    scales = rng.integers(least, least + 8, (70, 16), dtype=np.uint8)
+    for scales[0, 5] in beyond:
+        weight = mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(scales))
+        w = MXFP4_VALUES[codes] * 2.0 ** (np.repeat(scales, 32, axis=1).astype(int) - 127)
+        for m in (1, 9, 40):
+            x = random_rows(m, 512) * jnp.bfloat16(factor)
+            magnitude = np.abs(np.asarray(x, np.float64))
+            flushed = magnitude[:, 160:192].sum(axis=1, keepdims=True) * 2.0**-126
+            error = np.abs(run(implementation, x, weight, "a16") - np.asarray(x, np.float64) @ w.T)
+            assert np.all(error <= magnitude @ np.abs(w).T * 2.0**-19 + flushed)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the package was installed without a C++ compiler")
+class TestCpu:
+    """What only the C++ library does."""
+
+    @pytest.mark.parametrize("instruction_set", FUSED[:-1])
+    def test_instruction_sets_agree_on_integers(self, instruction_set: str) -> None:
+        # Integer sums are exact, and what follows is the same operations in the same order.
+        x = random_rows(9, 300)
+        for name in ("int4-32-zeros", "int4-128", "mxfp4", "int8-64"):
+            weight = random_weights(70, 300)[name]
+            expected = run(FUSED[-1], x, weight, "a8")
+            np.testing.assert_array_equal(run(instruction_set, x, weight, "a8"), expected)
+
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_the_number_of_threads_changes_nothing(self, threads: int, tmp_path: Path) -> None:
+        path = tmp_path / "result.npy"
+        code = (
+            "import numpy as np; from pallas_kernels.matmul import matmul;"
+            "from tests.support.random_weights import random_int4, random_rows;"
+            f"np.save({str(path)!r}, matmul(random_rows(40, 1000), random_int4(700, 1000)))"
+        )
+        environment = os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        here = matmul(random_rows(40, 1000), random_int4(700, 1000))
+        np.testing.assert_array_equal(np.load(path), here)
+
+    def test_several_weights_read_one_x(self) -> None:
+        weights = tuple(random_weights(40, 300).values())
+        quantized = tuple(w for w in weights if isinstance(w, Quantized))
+        x = random_rows(6, 300)
+        for group, activation in ((weights, "a16"), (quantized, "a8")):
+            together = matmul(x, group, activation)
+            for y, weight in zip(together, group, strict=True):
+                np.testing.assert_array_equal(y, matmul(x, weight, activation))
+
+    def test_vmap_over_rows_and_over_weights(self) -> None:
+        x, weight = random_rows(6, 300).reshape(2, 3, 300), random_int4(40, 300)
+        plain = jnp.stack([matmul(rows, weight, "a8") for rows in x])
+        over_x = jax.vmap(lambda x: matmul(x, weight, "a8"))(x)
+        np.testing.assert_array_equal(over_x, plain)
+        both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), weight)
+        np.testing.assert_array_equal(jax.vmap(lambda x, w: matmul(x, w, "a8"))(x, both), plain)
+        nested = jax.vmap(jax.vmap(lambda x: matmul(x[None], weight, "a8")[0]))(x)
+        np.testing.assert_array_equal(nested, plain)
+
+    def test_inputs_that_are_not_contiguous(self) -> None:
+        x, weight = random_rows(300, 6).T, random_int4(40, 300)
+        np.testing.assert_array_equal(matmul(x, weight), matmul(jnp.array(x, copy=True), weight))
+
+    def test_no_rows(self) -> None:
+        assert matmul(jnp.zeros((0, 300)), random_int4(40, 300), "a8").shape == (0, 40)
+
+    @pytest.mark.parametrize(
+        ("weight", "message"),
+        [
+            (dataclasses.replace(random_int4(40, 300), in_features=700), "does not fit"),
+            (dataclasses.replace(random_int4(40, 300), group_size=16), "unknown group size 16"),
+            (
+                dataclasses.replace(random_int4(40, 300), group_size=32),
+                r"scales must be \[40, 16\]",
+            ),
+            (
+                dataclasses.replace(random_int4(40, 300), zeros=jnp.zeros((40, 4), jnp.int32)),
+                "zeros must be int8",
+            ),
+            (
+                dataclasses.replace(random_int4(40, 300), scales=jnp.zeros((40, 4), jnp.int32)),
+                "unknown type",
+            ),
+            (
+                Mxfp4Weight(jnp.zeros((4, 256), jnp.uint8), jnp.zeros((4, 16)), 300),
+                "another format",
+            ),
+            (Bfloat16Weight(jnp.zeros((4, 299), jnp.uint16)), "does not fit"),
+        ],
+    )
+    def test_the_handler_checks_what_it_is_given(self, weight: Weight, message: str) -> None:
+        with pytest.raises(Exception, match=message):
+            x = random_rows(2, weight.shape[1] if weight.shape[1] != 299 else 300)
+            jax.block_until_ready(cpu.matmul(x, (weight,), activation="a16"))
+
+    def test_an_unknown_instruction_set_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"instruction_set must be one of .*got 'abacus'"):
+            _on("abacus")(random_rows(1, 300), random_int4(40, 300), "a8")

@@ -1,0 +1,238 @@
+"""The accelerators' attention means what float64 means, and T and the neighbours change no bit.
+
+There is no accelerator here: the arithmetic is tested in interpret mode and the compilation as far
+as the text that a GPU's or a TPU's compiler is given.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from pallas_kernels import attention_reference, mosaic_tpu, triton_gpu
+from pallas_kernels.attention import IMPLEMENTATIONS, attention
+from pallas_kernels.attention_operands import MOST_MASKED
+from pallas_kernels.cache_entries import dequantize_entries, quantize_entries
+from tests.kernels.test_cpu_attention import Case, exact, make_case
+from tests.kernels.test_pallas_kernels import CUSTOM_CALLS, DEVICES, lowered
+
+KERNELS = {"cuda": triton_gpu.attention, "tpu": mosaic_tpu.attention}
+JITTED = {
+    platform: jax.jit(kernel, static_argnames=("window", "head_scale", "interpret"))
+    for platform, kernel in KERNELS.items()
+}
+OPERANDS = ("queries", "keys", "values", "lengths", "positions", "mask")
+platforms = pytest.mark.parametrize("platform", KERNELS)
+
+
+def case_for(platform: str, t: int, lengths: list[int], slots: int = 640, **options) -> Case:
+    """Four query heads to a key-value head, of the least size that the platform's kernel takes."""
+    heads, e = (2, 32) if platform == "cuda" else (4, 128)
+    options = {"cache": "bfloat16"} | options
+    return make_case(len(lengths), t, 4 * heads, heads, e, slots, lengths, **options)
+
+
+def options_of(case: Case) -> dict[str, object]:
+    return {name: case[name] for name in ("window", "head_scale")}
+
+
+def on(platform: str):
+    """A context in which code is traced for the platform."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform]))
+
+
+def interpreted(platform: str, case: Case) -> np.ndarray:
+    """The platform's kernel, run without the platform."""
+    operands = (case[name] for name in OPERANDS)
+    with on(platform):
+        return np.asarray(JITTED[platform](*operands, **options_of(case), interpret=True))
+
+
+def check(case: Case, y: np.ndarray) -> None:
+    """Compares with float64, where float32's bound and that of rounded weights add up.
+
+    A weight in bfloat16 is off by at most 2^-9 of itself, and so is the mean of the values under
+    the weights, by 2^-9 times the greatest of these.
+    """
+    expected, bound = exact(case)
+    if case["queries"].dtype == jnp.bfloat16:
+        values = case["values"]
+        if values.dtype == jnp.uint16:
+            values = values.view(jnp.bfloat16)
+        bound = bound + 2.0**-9 * np.abs(np.asarray(values, np.float64)).max()
+    assert y.shape == expected.shape and y.dtype == np.float32
+    assert (np.abs(y - expected) <= bound).all()
+
+
+# Lengths around the edges of a block and of a segment, and none; new tokens on both sides of them.
+EDGES = [0, 1, 125, 127, 128, 511, 512]
+
+
+@platforms
+@pytest.mark.parametrize(
+    ("t", "lengths", "mask", "window"),
+    [(3, EDGES, None, 130), (40, [0, 100, 500], "tree", 20)],
+)
+def test_agrees_with_float64(
+    platform: str, t: int, lengths: list[int], mask: str | None, window: int | None
+) -> None:
+    case = case_for(platform, t, lengths, mask=mask, window=window)
+    check(case, interpreted(platform, case))
+
+
+def test_float32_and_heads_of_two_steps_on_tpus() -> None:
+    case = make_case(3, 5, 16, 16, 128, 384, [0, 126, 300], mask="tree")
+    check(case, interpreted("tpu", case))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_on_gpus(bits: int) -> None:
+    case = case_for("cuda", 3, [126, 600])
+    entries = {
+        name: quantize_entries(jax.lax.bitcast_convert_type(case[name], jnp.bfloat16), bits)
+        for name in ("keys", "values")
+    }
+    y = interpreted("cuda", case | entries)
+    check(case | {name: dequantize_entries(codes) for name, codes in entries.items()}, y)
+
+
+@platforms
+def test_agrees_with_the_reference(platform: str) -> None:
+    # Two roundings of bfloat16 apart, on values of about 1.
+    case = case_for(platform, 3, EDGES, window=130)  # compiled above
+    operands = jax.device_put([case[name] for name in OPERANDS])
+    expected = attention_reference.attention(*operands, **options_of(case))
+    np.testing.assert_allclose(interpreted(platform, case), expected, atol=2**-7)
+
+
+@platforms
+def test_t_neighbours_and_capacity_change_no_bit(platform: str) -> None:
+    # One token at a time, alone and in a larger cache, as plain decoding computes it, and all of
+    # them at once beside other rows, over several blocks, segments and tiles: on TPUs one tile,
+    # since in interpret mode XLA chooses how to multiply by the number of its rows.
+    t = 35 if platform == "cuda" else 4
+    together = case_for(platform, t, [510, 3, 250])
+    y = interpreted(platform, together)
+    check(together, y)
+    room = ((0, 0), (0, 1024 - 640), (0, 0), (0, 0))
+    for row, token in ((0, 0), (0, t // 2), (2, t - 1)):
+        alone = together | {
+            name: np.pad(together[name][row : row + 1], room) for name in ("keys", "values")
+        }
+        alone["queries"] = together["queries"][row : row + 1, token : token + 1]
+        alone["positions"] = together["positions"][row : row + 1, token : token + 1]
+        alone["lengths"] = together["lengths"][row : row + 1] + token
+        np.testing.assert_array_equal(interpreted(platform, alone)[0, 0], y[row, token])
+
+
+@platforms
+def test_t_chooses_nothing_but_the_number_of_tiles(platform: str) -> None:
+    # What holds for the bits here holds on a device if the program is the same: on TPUs but for the
+    # number of rows in a tile, which is replaced by one symbol.
+    def program(t: int) -> str:
+        case = case_for(platform, t, [500])
+        kernel = partial(KERNELS[platform], **options_of(case))
+        with on(platform):
+            jaxpr = jax.make_jaxpr(kernel)(*(case[name] for name in OPERANDS))
+        calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+        text = "".join(str(call.params["jaxpr"]) for call in calls)
+        return text if platform == "cuda" else re.sub(rf"\b{4 * t}\b", "rows", text)
+
+    assert program(12) == program(20) == program(28)  # of 48, 80 and 112 rows
+
+
+@platforms
+def test_who_sees_nothing_gets_zeros(platform: str) -> None:
+    case = case_for(platform, 3, [0, 100], slots=256, window=0)
+    assert (interpreted(platform, case) == 0).all()
+    blind = interpreted(platform, case | {"window": None, "mask": jnp.zeros((2, 3, 3), bool)})
+    assert (blind[0] == 0).all() and (blind[1] != 0).any()
+
+
+@platforms
+def test_only_what_is_seen_is_read(platform: str) -> None:
+    # Blocks that no token of the tile sees hold NaN; the kernel does not come there.
+    case = case_for(platform, 3, EDGES, window=130)
+    nan = 0x7FC0
+    poison = {name: case[name].copy() for name in ("keys", "values")}
+    for entries in poison.values():
+        entries[:2, 128:] = entries[2:5, 256:] = entries[5:, :256] = nan
+    np.testing.assert_array_equal(interpreted(platform, case | poison), interpreted(platform, case))
+
+
+# --- The door, and what a platform's compiler is given.
+
+
+def lowered_door(platform: str, case: Case) -> str:
+    door = partial(attention, **options_of(case))
+    operands = (case[name] for name in (*OPERANDS[:-1], "ancestors"))  # in the mask's place
+    return lowered(door, platform, *operands)
+
+
+@pytest.mark.parametrize(("mask", "window"), [(None, None), ("tree", 100), (None, 300)])
+def test_the_door_leads_to_the_platform_s_kernel(mask: str | None, window: int | None) -> None:
+    case = make_case(2, 40, 8, 2, 128, 1024, [7, 600], cache="bfloat16", mask=mask, window=window)
+    for platform in DEVICES:
+        text = lowered_door(platform, case)
+        for target, call in CUSTOM_CALLS.items():
+            assert (call in text) == (target == platform)
+
+
+def test_the_cache_is_read_as_it_is_stored() -> None:
+    # Nothing but the kernel touches the cache on its way there.
+    case = make_case(2, 3, 8, 2, 128, 1024, [7, 600], cache="bfloat16")
+    for platform in KERNELS:
+        kernel = partial(KERNELS[platform], **options_of(case))
+        text = lowered(kernel, platform, *(case[name] for name in OPERANDS))
+        users = [line for line in text.splitlines() if "tensor<2x1024x2x128xui16>" in line]
+        assert len(users) == 2 and "@main" in users[0] and CUSTOM_CALLS[platform] in users[1]
+
+
+def test_codes_lower_for_gpus() -> None:
+    case = make_case(2, 3, 8, 2, 128, 1024, [7, 600], cache="bfloat16")
+    keys = jax.lax.bitcast_convert_type(case["keys"], jnp.bfloat16)
+    for bits in (8, 4):
+        codes = quantize_entries(keys, bits)
+        text = lowered_door("cuda", case | {"keys": codes, "values": codes})
+        assert CUSTOM_CALLS["cuda"] in text
+
+
+def test_the_reference_serves_what_a_kernel_refuses() -> None:
+    narrow, broad = (make_case(1, 2, 4, 2, e, 128, [9], cache="bfloat16") for e in (64, 256))
+    wide = make_case(1, 2, 4, 2, 128, 128, [9], cache="bfloat16")
+    codes = quantize_entries(jnp.zeros((1, 128, 2, 128), jnp.bfloat16), 8)
+    tree = case_for("tpu", MOST_MASKED + 1, [9], mask="chain")
+    refused = [
+        ("cuda", make_case(1, 2, 4, 2, 64, 128, [9]), "queries must be bfloat16 .*got float32"),
+        ("cuda", make_case(1, 2, 4, 2, 80, 128, [9], cache="bfloat16"), "power of two.*got 80"),
+        ("cuda", tree, f"at most {MOST_MASKED} new tokens, got {MOST_MASKED + 1}"),
+        ("tpu", tree, f"at most {MOST_MASKED} new tokens"),
+        ("tpu", narrow, "head_dim must be 128, got 64"),
+        ("tpu", broad, "head_dim must be 128, got 256"),
+        ("tpu", wide | {"keys": codes, "values": codes}, "16 or 32 bits, got codes of 8"),
+        ("tpu", make_case(1, 2, 3, 1, 128, 128, [9], cache="bfloat16"), "of 8 heads, got 1"),
+        ("tpu", make_case(1, 2, 12, 12, 128, 128, [9], cache="bfloat16"), "of 8 heads, got 12"),
+        ("tpu", make_case(1, 1, 36, 36, 128, 128, [9]), "must fit 8388608 bytes, got 9437184"),
+    ]
+    for platform, case, message in refused:
+        with on(platform), pytest.raises(ValueError, match=message):
+            KERNELS[platform](*(case[name] for name in OPERANDS), **options_of(case))
+        assert CUSTOM_CALLS[platform] not in lowered_door(platform, case)
+    with pytest.raises(ValueError, match="must be a TPU"):
+        mosaic_tpu.attention(*(wide[name] for name in OPERANDS), **options_of(wide))
+
+
+def test_an_implementation_by_name() -> None:
+    case = make_case(1, 2, 4, 2, 64, 128, [9])
+    operands = jax.device_put([case[name] for name in OPERANDS])
+    expected = attention_reference.attention(*operands, **options_of(case))
+    y = attention(*operands, **options_of(case), implementation="reference")
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=f"one of {', '.join(IMPLEMENTATIONS)}, got 'cuda'"):
+        attention(*operands, **options_of(case), implementation="cuda")

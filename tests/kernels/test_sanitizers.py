@@ -1,0 +1,113 @@
+"""The C++ library under the address and undefined-behaviour sanitizers.
+
+The library is built without optimization, which takes seconds instead of minutes, for portable C++
+and for the best instruction set that this machine has. The real XLA calls it, in a process whose
+memory functions are the sanitizer's: every array that XLA allocates is guarded to the byte.
+(Prefetches are not accesses: a sanitizer does not see them, and they do no harm out of bounds.)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels.cpu.native import instruction_sets
+from tests.conftest import ROOT
+
+COMPILER = shutil.which("g++")
+SOURCES = ROOT / "pallas_kernels" / "cpu" / "src"
+FLAGS = (
+    "-std=c++17", "-fPIC", "-O0", "-g1", "-ffp-contract=off", "-Wno-psabi",
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+)  # fmt: skip
+
+
+def runtimes() -> list[str]:
+    """The libraries that must be in the process before Python; empty where one is missing.
+
+    C++'s own is among them, because a sanitizer looks for its exceptions when the process starts.
+    """
+    if COMPILER is None or not instruction_sets():
+        return []
+
+    def path(name: str) -> str:
+        command = [str(COMPILER), f"-print-file-name={name}"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    paths = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    return paths if all(map(os.path.isabs, paths)) else []
+
+
+RUNTIMES = runtimes()
+pytestmark = pytest.mark.skipif(not RUNTIMES, reason="needs g++ and its sanitizers")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of pallas_kernels whose library is built with sanitizers."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "src")
+    shutil.copytree(ROOT / "pallas_kernels", folder / "pallas_kernels", ignore=ignored)
+    best = instruction_sets()[0]
+    units = [
+        (source, ["-isystem", jax.ffi.include_dir(), f"-DSPECJAX_BUILT_{best}"])
+        for source in sorted(SOURCES.rglob("*.cc"))
+        if source.name != "kernels.cc"
+    ]
+    machines = {best: ["-march=native"], "portable": []}
+    if best == "avx512_amx":  # whose kernels leave to these what tiles do not do
+        machines["avx512_bf16"] = ["-march=native", "-mno-amx-int8", "-mno-amx-bf16"]
+    for name, machine in machines.items():
+        units.append((SOURCES / "common" / "kernels.cc", [f"-DSPECJAX_ISA={name}", *machine]))
+    objects = [str(folder / f"{i}.o") for i in range(len(units))]
+
+    def compile_unit(unit: tuple[Path, list[str]], target: str) -> None:
+        source, flags = unit
+        compile_(*flags, f"-I{SOURCES}", "-c", str(source), "-o", target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_unit, units, objects))
+    compile_("-shared", *objects, "-o", str(folder / "pallas_kernels" / "cpu" / "_native.so"))
+    return folder
+
+
+def compile_(*arguments: str) -> None:
+    subprocess.run([str(COMPILER), *FLAGS, *arguments], check=True)
+
+
+def run(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python over the sanitized package.
+
+    -S: without the site-packages' .pth files, one of which may lead to the installed package.
+    """
+    environment = os.environ | {
+        "LD_PRELOAD": ":".join(RUNTIMES),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps what it has until it ends
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(package), str(ROOT), *filter(None, sys.path)]),
+    }
+    command = [sys.executable, "-S", *arguments]
+    return subprocess.run(command, env=environment, cwd=package, capture_output=True, text=True)
+
+
+def test_one_byte_past_an_array_of_xla_is_noticed(package: Path) -> None:
+    code = (
+        "import ctypes, jax.numpy as jnp; x = jnp.ones(3, jnp.uint8);"
+        "ctypes.string_at(x.unsafe_buffer_pointer(), {} + x.nbytes)"
+    )
+    assert run(package, "-c", code.format(0)).returncode == 0
+    result = run(package, "-c", code.format(1))
+    assert result.returncode != 0 and "heap-buffer-overflow" in result.stderr
+
+
+def test_every_handler_stays_within_its_arrays(package: Path) -> None:
+    result = run(package, "-m", "tests.native.exercise")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("done\n")

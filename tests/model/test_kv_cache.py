@@ -1,0 +1,55 @@
+"""The cache against a plain model of it: a list of entries per row."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.model.config import ModelConfig
+from specjax.model.kv_cache import KVCache
+
+CONFIG = ModelConfig(8, 8, 8, 2, 2, 1, 4, dtype="float32")
+ROWS, T = 3, 3
+
+rounds = st.lists(st.tuples(*[st.integers(0, T)] * ROWS), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(kept=rounds)
+def test_rows_advance_on_their_own_and_overwrite_what_was_not_kept(kept) -> None:
+    """Write T entries per row, keep some of them, write again: kept entries stay in order."""
+    cache = KVCache.create(CONFIG, ROWS, 64)
+    model: list[list[float]] = [[] for _ in range(ROWS)]
+    for number, counts in enumerate(kept):
+        entries = 1.0 + number * T + np.arange(T)
+        new = jnp.broadcast_to(
+            jnp.asarray(entries, jnp.float32)[None, :, None, None], (ROWS, T, 1, 4)
+        )
+        for layer in range(CONFIG.num_layers):
+            cache = cache.write(layer, new * (layer + 1), -new)
+        cache = cache.with_lengths(cache.lengths + jnp.array(counts))
+        for row, count in enumerate(counts):
+            model[row] += entries[:count].tolist()
+    for row, expected in enumerate(model):
+        assert int(cache.lengths[row]) == len(expected)
+        for layer in range(CONFIG.num_layers):
+            keys = cache.keys[layer][row, : len(expected), 0, 0]
+            values = cache.values[layer][row, : len(expected), 0, 0]
+            assert keys.tolist() == [(layer + 1) * entry for entry in expected]
+            assert values.tolist() == [-entry for entry in expected]
+
+
+def test_writes_past_the_capacity_are_dropped() -> None:
+    cache = KVCache.create(CONFIG, 1, 128).with_lengths(jnp.array([127], jnp.int32))
+    cache = cache.write(0, jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 4)))
+    assert cache.keys[0][0, 127].all() and not cache.keys[0][0, :127].any()
+
+
+def test_bfloat16_is_stored_as_its_bits() -> None:
+    config = ModelConfig(8, 8, 8, 1, 2, 1, 4, dtype="bfloat16")
+    new = jnp.full((1, 1, 1, 4), 1.5, jnp.bfloat16)
+    cache = KVCache.create(config, 1, 16).write(0, new, new)
+    assert cache.keys[0].dtype == jnp.uint16
+    assert cache.keys[0][0, 0, 0, 0] == np.asarray(jnp.bfloat16(1.5)).view(np.uint16)

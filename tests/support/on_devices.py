@@ -1,0 +1,288 @@
+"""The cases of test_parallel.py that need eight devices: every case prints a line of JSON.
+
+python -m tests.support.on_devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from benchmarks.memory.parallel import collectives, device_bytes
+from checkpoints_tools.quantize import quantize
+from specjax.evaluation.likelihood import log_likelihoods
+from specjax.evaluation.scoring import score
+from specjax.generation.decoding import start
+from specjax.model.parallel import mesh, shard
+from specjax.model.params import LINEARS
+from specjax.speculation.rounds import step
+from tests.support.random_models import CONFIG, random_model, random_prompts
+
+WIDE = dataclasses.replace(
+    CONFIG,
+    num_layers=1,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=16,
+    intermediate_size=176,
+    dtype="bfloat16",
+)
+PROMPTS = random_prompts((5, 9, 3, 7), WIDE.vocab_size)
+NEW = 12
+
+
+def calibration() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, WIDE.vocab_size, (4, 32))
+
+
+def models() -> dict[str, specjax.Params]:
+    """One per way in which a weight is stored or its inputs are changed."""
+    wide = random_model(WIDE)
+    biases = dict.fromkeys(LINEARS, None)
+    for name in biases:
+        n = getattr(wide.layers[0], name).weight.shape[0]
+        biases[name] = jnp.linspace(-1, 1, n, dtype=jnp.bfloat16)
+
+    def biased(layer: Any) -> Any:
+        linears = {
+            name: dataclasses.replace(getattr(layer, name), bias=biases[name]) for name in LINEARS
+        }
+        return dataclasses.replace(layer, **linears)
+
+    tied = dataclasses.replace(
+        wide,
+        layers=tuple(map(biased, wide.layers)),
+        lm_head=None,
+        config=dataclasses.replace(
+            WIDE, tie_word_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True
+        ),
+    )
+    # 172 features and 90 tokens are not divided by eight: gate, up, embedding and head stay whole.
+    odd = dataclasses.replace(WIDE, intermediate_size=172, vocab_size=90, dtype="float32")
+    return {
+        "rtn": quantize(wide, "rtn"),
+        "quarot": quantize(wide, "quarot", lm_head=True),
+        "atom": quantize(wide, "atom", calibration=calibration()),
+        "mxfp4-tied-biased": quantize(tied, "mxfp4"),
+        "odd": quantize(random_model(odd), "rtn"),
+    }
+
+
+MODELS = models() if __name__ == "__main__" else {}
+RTN = MODELS.get("rtn")
+SAMPLING = {"sampling": specjax.Sampling(temperature=0.8, top_p=0.9)}
+
+
+def equal(
+    params: Any, data: int, tensor: int, drafter: Callable[[Any], Any] | None = None, **options: Any
+) -> None:
+    """`decode` over a mesh gives the tokens, counts and levels of one device.
+
+    drafter: what makes a drafter, given what brings its model to the target's devices.
+    """
+    where = mesh(data, tensor)
+    if "sampling" in options:
+        options["key"] = jax.random.key(5)
+    chosen = [None if drafter is None else drafter(place) for place in (_here, _onto(where))]
+    prompts = [[token % params.config.vocab_size for token in prompt] for prompt in PROMPTS]
+    one, many = (
+        specjax.decode(p, prompts, max_new_tokens=NEW, drafter=d, **options)
+        for p, d in zip((params, shard(params, where)), chosen, strict=True)
+    )
+    _same(one, many)
+
+
+def _here(params: Any) -> Any:
+    return params
+
+
+def _onto(where: Any) -> Callable[[Any], Any]:
+    return lambda params: shard(params, where)
+
+
+def _same(one: Any, many: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(many)
+    jax.tree.map(np.testing.assert_array_equal, one, many)
+
+
+def own_cache(place: Callable[[Any], Any]) -> Any:
+    small = dataclasses.replace(WIDE, hidden_size=32)
+    return specjax.DraftModel(place(quantize(random_model(small, seed=1), "rtn")), draft_length=3)
+
+
+def two_levels(place: Callable[[Any], Any]) -> Any:
+    return specjax.MultiLevel(own_cache(place), specjax.PromptLookup())
+
+
+def spectra(place: Callable[[Any], Any]) -> Any:
+    return specjax.Spectra(ngram=3, window=3, guesses=3, capacity=64)
+
+
+def plain(place: Callable[[Any], Any]) -> Any:
+    return specjax.Autoregressive()
+
+
+def a4(place: Callable[[Any], Any]) -> Any:
+    return specjax.QSpec(activation="a4")
+
+
+def rounds_one_by_one() -> None:
+    """`start` and `step` take a divided model through the same states."""
+    drafter, divided = specjax.QSpec(), shard(RTN, mesh(2, 4))
+    states = [start(params, PROMPTS, max_new_tokens=NEW) for params in (RTN, divided)]
+    for _ in range(3):
+        (one, seen), (many, seen_there) = (
+            step(params, state, drafter)
+            for params, state in zip((RTN, divided), states, strict=True)
+        )
+        _same((one, seen), (many, seen_there))
+        states = [one, many]
+
+
+def many_prompts() -> None:
+    """More prompts than rows, and fewer, over data × tensor: what one device makes of them."""
+    prompts = random_prompts((5, 70, 3, 7, 12, 4, 9), WIDE.vocab_size)
+    divided = shard(RTN, mesh(2, 4))
+    for chosen, rows in ((prompts, 4), (prompts[:3], 8)):  # 8 become 4, a multiple of the axis
+        runs = [
+            specjax.decode_many(params, chosen, rows=rows, max_new_tokens=NEW)
+            for params in (RTN, divided)
+        ]
+        for one, many in zip(*runs, strict=True):
+            _same((one.tokens, one.stats), (many.tokens, many.stats))
+    stopped = specjax.decode_many(
+        divided, prompts, rows=4, max_new_tokens=NEW, stop_when=lambda i, output: len(output) > i
+    )
+    assert [int(each.stats.generated) for each in stopped] == list(range(1, 8))
+
+
+def likelihoods() -> None:
+    """What a model says of given text, in chunks and in one pass, with a quantized cache."""
+    divided = shard(RTN, mesh(2, 4))
+    texts = random_prompts((5, 70, 3, 7, 12), WIDE.vocab_size)
+    pairs = [(text[:2], text[2:]) for text in texts]
+    for options in ({"rows": 4}, {"rows": 2, "cache_bits": 8, "activation": "a4"}):
+        _same(*(log_likelihoods(params, pairs, **options) for params in (RTN, divided)))
+    _same(*(score(params, jnp.array([texts[1]])) for params in (RTN, divided)))
+
+
+def bytes_per_device() -> None:
+    """Weights and cache lie divided: a device has its share, norms and orders besides."""
+    for name, params in MODELS.items():
+        if name == "odd":
+            continue  # its matrices stay whole where they are not divided
+        for data, tensor in ((1, 2), (1, 4), (1, 8), (2, 4)):
+            divided = shard(params, mesh(data, tensor))
+            held = device_bytes(divided)
+            shared = sum(leaf.nbytes for path, leaf in jax.tree.leaves_with_path(params)
+                         if path[-1].name.endswith(("norm", "order", "columns")))  # fmt: skip
+            assert len(held) == data * tensor
+            assert set(held.values()) == {shared + (params.nbytes - shared) // tensor}, (
+                name,
+                tensor,
+            )
+    state = start(divided, PROMPTS, max_new_tokens=NEW)
+    cache = state.cache
+    entries = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.keys, cache.values)))
+    assert set(device_bytes((cache.keys, cache.values)).values()) == {entries // 8}
+
+
+def nothing_gathers_weights() -> None:
+    """The compiled program moves activations alone, each smaller than the smallest weight."""
+    smallest = min(linear.weight.nbytes for linear in RTN.linears())
+    prompt = np.array([prompt[:3] for prompt in PROMPTS])
+    assert not collectives(RTN, prompt, NEW)
+    found = collectives(shard(RTN, mesh(2, 4)), prompt, NEW)
+    assert found
+    for collective in map(dict, found):
+        assert collective["kind"] in ("all-gather", "all-reduce"), collective
+        assert collective["array"].startswith(("f32[", "bf16[")), collective
+        assert collective["bytes"] < smallest, (collective, smallest)
+
+
+def restored_into_shards() -> None:
+    """`load` gives every device what `shard` gives it."""
+    for name in ("atom", "mxfp4-tied-biased"):
+        with tempfile.TemporaryDirectory() as folder:
+            specjax.save(MODELS[name], Path(folder) / "model")
+            where = mesh(2, 4)
+            loaded = specjax.load(Path(folder) / "model", mesh=where)
+            expected = shard(MODELS[name], where)
+            _same(loaded, expected)
+            assert all(
+                a.sharding.is_equivalent_to(b.sharding, a.ndim)
+                for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True)
+            )
+
+
+def refusals() -> None:
+    """What cannot be divided is refused in a sentence that says what could be."""
+    divided = shard(RTN, mesh(2, 4))
+    few = random_model(dataclasses.replace(WIDE, num_kv_heads=2))
+    draft = specjax.DraftModel(RTN)
+    for call, sentence in (
+        (
+            lambda: shard(few, mesh(1, 8)),
+            "tensor axis of 8 does not divide the model's 2 key-value",
+        ),
+        (lambda: specjax.load("tiny", mesh=mesh(1, 8)), "does not divide the model's 2 key-value"),
+        (lambda: specjax.decode(divided, PROMPTS[:3]), "3 rows cannot be divided over a data axis"),
+        (lambda: specjax.decode_many(divided, PROMPTS, rows=3), "3 rows cannot be divided"),
+        (lambda: specjax.decode(divided, PROMPTS, drafter=draft), "over the same mesh, got none"),
+        (lambda: shard(divided, mesh(1, 2)), "params are divided already"),
+        (lambda: mesh(3, 4), "data=3 × tensor=4 needs 12 devices, and there are 8"),
+        (lambda: mesh(0), "data must be at least 1, got 0"),
+        (lambda: shard(RTN, jax.make_mesh((8,), ("x",))), 'mesh must have the axes "data" and'),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(f"nothing was raised: {sentence}")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "tensor 1": lambda: equal(RTN, 1, 1),
+    "tensor 8": lambda: equal(RTN, 1, 8),
+    "data 2 × tensor 4": lambda: equal(RTN, 2, 4),
+    "quarot, 4-bit cache, tensor 8": lambda: equal(MODELS["quarot"], 1, 8, a4, cache_bits=4),
+    "atom, 8-bit cache, 2 × 4": lambda: equal(MODELS["atom"], 2, 4, a4, cache_bits=8),
+    "mxfp4, tied, biased, tensor 8": lambda: equal(MODELS["mxfp4-tied-biased"], 1, 8),
+    "sizes that are not divided, tensor 8": lambda: equal(MODELS["odd"], 1, 8),
+    "plain, 2 × 4": lambda: equal(RTN, 2, 4, plain),
+    "two levels, 2 × 4": lambda: equal(RTN, 2, 4, two_levels),
+    "tree, 2 × 4": lambda: equal(RTN, 2, 4, spectra),
+    "sampled, 4 × 2": lambda: equal(RTN, 4, 2, **SAMPLING),
+    "rounds one by one": rounds_one_by_one,
+    "many prompts": many_prompts,
+    "likelihoods": likelihoods,
+    "bytes per device": bytes_per_device,
+    "nothing gathers weights": nothing_gathers_weights,
+    "restored into shards": restored_into_shards,
+    "refusals": refusals,
+}
+
+
+def main() -> None:
+    for name, case in CASES.items():
+        error = None
+        try:
+            case()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"case": name, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
