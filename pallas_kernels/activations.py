@@ -24,7 +24,7 @@ def check_activation(activation: str) -> None:
 
 
 def quantize_activations(
-    x: jax.Array, activation: str, group_size: int | None
+    x: jax.Array, activation: Activation, group_size: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """x ≈ q · scale, symmetric.
 

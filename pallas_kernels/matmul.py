@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
-from pallas_kernels.activations import check_activation, clip_activations
+from pallas_kernels.activations import Activation, check_activation, clip_activations
 from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.rounding import check_float
@@ -38,13 +38,13 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
 
 @overload
 def matmul(
-    x: jax.Array, weight: Weight, activation: str = ..., *, implementation: str | None = ...
+    x: jax.Array, weight: Weight, activation: Activation = ..., *, implementation: str | None = ...
 ) -> jax.Array: ...
 @overload
 def matmul(
     x: jax.Array,
     weight: tuple[Weight, ...],
-    activation: str = ...,
+    activation: Activation = ...,
     *,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, ...]: ...
@@ -77,7 +77,7 @@ def matmul(x, weight, activation="a16", *, implementation=None):
 
 
 def _products(
-    x: jax.Array, weights: tuple[Weight, ...], activation: str, kernel: Kernel
+    x: jax.Array, weights: tuple[Weight, ...], activation: Activation, kernel: Kernel
 ) -> tuple[jax.Array, ...]:
     """x: [M, K] -> f32[M, N] for every weight."""
     if x.shape[0] == 0:
@@ -87,7 +87,7 @@ def _products(
     return tuple(_product(x, weight, activation, kernel) for weight in weights)
 
 
-def _product(x: jax.Array, weight: Weight, activation: str, kernel: Kernel) -> jax.Array:
+def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kernel) -> jax.Array:
     """One weight that reads x in its own way, which the kernels need not know.
 
     Outliers are multiplied apart: they must not set the scales of the groups they left.
@@ -110,7 +110,7 @@ def _product(x: jax.Array, weight: Weight, activation: str, kernel: Kernel) -> j
     return y + kernel(x[:, outliers.columns], (outliers.weight,), activation=precision)[0]
 
 
-def _reads_all_alike(weight: Weight, activation: str) -> bool:
+def _reads_all_alike(weight: Weight, activation: Activation) -> bool:
     """Whether the weight reads x as it is."""
     return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
@@ -123,11 +123,11 @@ def _order(weight: Weight) -> jax.Array | None:
     return weight.order if isinstance(weight, Int4Weight | Int8Weight) else None
 
 
-def _clip(weight: Weight, activation: str) -> float:
+def _clip(weight: Weight, activation: Activation) -> float:
     return weight.activation_clip if isinstance(weight, Int4Weight) and activation == "a4" else 1.0
 
 
-def _gpu_matmul(x: jax.Array, weight: Quantized, activation: str) -> jax.Array:
+def _gpu_matmul(x: jax.Array, weight: Quantized, activation: Activation) -> jax.Array:
     """Hopper's kernel where it serves, else the one for all GPUs. The weight's shape decides."""
     hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
     return (mosaic_gpu if hopper else triton_gpu).matmul(x, weight, activation)
@@ -141,7 +141,7 @@ def _has_accelerator_kernel(weight: Weight) -> bool:
 
 
 def _by_platform(
-    x: jax.Array, weights: tuple[Weight, ...], *, activation: str
+    x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
 ) -> tuple[jax.Array, ...]:
     choices = {"cpu": cpu.matmul if cpu.available() else IMPLEMENTATIONS["reference"]}
     if all(map(_has_accelerator_kernel, weights)):
@@ -157,7 +157,7 @@ def _by_platform(
 
 
 def _check(
-    x: jax.Array, weights: tuple[Weight, ...], activation: str, implementation: str | None
+    x: jax.Array, weights: tuple[Weight, ...], activation: Activation, implementation: str | None
 ) -> None:
     for weight in weights:
         if x.ndim < 1 or x.shape[-1] != weight.shape[1]:

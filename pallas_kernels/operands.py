@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import check_activation, quantize_activations
+from pallas_kernels.activations import Activation, check_activation, quantize_activations
 from pallas_kernels.formats import (
     SCALE_DTYPES,
     Int4Weight,
@@ -19,7 +19,7 @@ from pallas_kernels.formats import (
 from pallas_kernels.rounding import check_float
 
 
-def check(x: jax.Array, weight: Quantized, activation: str) -> None:
+def check(x: jax.Array, weight: Quantized, activation: Activation) -> None:
     """Raises ValueError unless x: bf16 or f32[M, K] fits the weight and nothing is empty.
 
     The weight's arrays must be what its format says, because kernels read them by it.
@@ -63,7 +63,7 @@ def _check_array(
 
 
 def multiplicands(
-    x: jax.Array, group_size: int | None, activation: str
+    x: jax.Array, group_size: int | None, activation: Activation
 ) -> tuple[jax.Array, jax.Array]:
     """x: [M, K] -> what the matrix unit multiplies, int8 or bf16[M, K], and f32[M, groups]."""
     if activation != "a16":

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.activations import quantize_activations
+from pallas_kernels.activations import Activation, quantize_activations
 from pallas_kernels.formats import (
     PLANE,
     Int8Weight,
@@ -44,7 +44,7 @@ OUTPUT_CHUNK = 256
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def matmul(x: jax.Array, weight: Weight, activation: str = "a16") -> jax.Array:
+def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.Array:
     """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N]. See the module's equations."""
     check_plain_columns(weight)
     x = x.astype(jnp.float32)

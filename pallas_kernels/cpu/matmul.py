@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.activations import LEVELS
+from pallas_kernels.activations import LEVELS, Activation
 from pallas_kernels.cpu.native import WEIGHT_KINDS, check_available, instruction_sets
 from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
 
@@ -26,7 +26,7 @@ def matmul(
     x: jax.Array,
     weights: tuple[Weight, ...],
     *,
-    activation: str = "a16",
+    activation: Activation = "a16",
     instruction_set: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """x: bf16 or f32[M, K] times weights: (N, K) each -> f32[M, N] each.

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, padded_inputs
 from pallas_kernels.mosaic_gpu import words
 from pallas_kernels.mosaic_gpu.kernel import call
@@ -55,7 +56,7 @@ def supports(weight: Any) -> bool:
 
 
 def matmul(
-    x: jax.Array, weight: Quantized, activation: str = "a16", *, interpret: bool = False
+    x: jax.Array, weight: Quantized, activation: Activation = "a16", *, interpret: bool = False
 ) -> jax.Array:
     """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N].
 
@@ -91,7 +92,7 @@ def matmul(
 
 
 def make_plan(
-    m: int, weight: Int4Weight | Mxfp4Weight, activation: str, interpret: bool = False
+    m: int, weight: Int4Weight | Mxfp4Weight, activation: Activation, interpret: bool = False
 ) -> Plan:
     """How a call of M rows runs. Only tiles of M and `parts` depend on M."""
     n, blocks = weight.shape[0], weight.packed.shape[1] // PLANE

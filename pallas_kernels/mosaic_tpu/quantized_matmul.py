@@ -36,6 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, Quantized, padded_inputs
 from pallas_kernels.mosaic_tpu import tiles
 from pallas_kernels.mosaic_tpu.decode import decode_scales, decode_zeros, planes, shift, storage
@@ -86,7 +87,7 @@ class _Plan:
 def matmul(
     x: jax.Array,
     weight: Quantized,
-    activation: str = "a16",
+    activation: Activation = "a16",
     *,
     int8_products: bool | None = None,
     interpret: bool = False,

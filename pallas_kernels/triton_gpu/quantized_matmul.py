@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.formats import (
     BLOCK,
     PLANE,
@@ -45,7 +46,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def matmul(
-    x: jax.Array, weight: Quantized, activation: str = "a16", *, interpret: bool = False
+    x: jax.Array, weight: Quantized, activation: Activation = "a16", *, interpret: bool = False
 ) -> jax.Array:
     """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N].
 

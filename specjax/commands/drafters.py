@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import specjax
+from pallas_kernels.activations import Activation
 
 
 class Kind(NamedTuple):
@@ -183,7 +184,7 @@ def _draft(
     options: argparse.Namespace, name: str, original: specjax.Params, length: int
 ) -> specjax.Drafter:
     """A drafting model: that of a directory, or the target cast by a method."""
-    activation = options.activation or "a16"
+    activation: Activation = options.activation or "a16"
     params = _cast(options, name, original)
     if params is not None:
         return specjax.DraftModel(params, length, activation)

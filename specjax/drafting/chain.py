@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from specjax.checks import check_integer
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
@@ -44,7 +44,7 @@ class ChainDrafter(abc.ABC):
     """
 
     draft_length: int
-    activation: str
+    activation: Activation
     layers: tuple[int, ...] | None = None
     confidence: float | None = None
     schedule: Schedule | None = None
@@ -152,7 +152,7 @@ def draft_chain(
     length: int,
     wanted: jax.Array | None,
     confidence: float | None,
-    activation: str,
+    activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[Proposal, KVCache]:
     """Up to `length` tokens per row, drawn one after another.

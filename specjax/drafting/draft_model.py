@@ -12,6 +12,7 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.activations import Activation
 from specjax.drafting.chain import ChainDrafter, check_chain
 from specjax.drafting.schedules import Schedule
 from specjax.model.config import ModelConfig
@@ -39,7 +40,7 @@ class DraftModel(ChainDrafter):
 
     params: Params = dataclasses.field(repr=False)
     draft_length: int = dataclasses.field(default=5, metadata={"static": True})
-    activation: str = dataclasses.field(default="a16", metadata={"static": True})
+    activation: Activation = dataclasses.field(default="a16", metadata={"static": True})
     share_cache: bool = dataclasses.field(default=False, metadata={"static": True})
     confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
     schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})

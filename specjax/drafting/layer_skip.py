@@ -11,6 +11,7 @@ import itertools
 
 import jax
 
+from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
 from specjax.drafting.chain import ChainDrafter, check_chain
 from specjax.drafting.schedules import Schedule
@@ -33,7 +34,7 @@ class LayerSkip(ChainDrafter):
 
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     draft_length: int = dataclasses.field(default=3, metadata={"static": True})
-    activation: str = dataclasses.field(default="a16", metadata={"static": True})
+    activation: Activation = dataclasses.field(default="a16", metadata={"static": True})
     confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
     schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
 

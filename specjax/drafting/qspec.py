@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.formats import Quantized
 from specjax.drafting.chain import ChainDrafter, check_chain
 from specjax.drafting.schedules import Schedule
@@ -34,7 +35,7 @@ class QSpec(ChainDrafter):
     """
 
     draft_length: int = dataclasses.field(default=3, metadata={"static": True})
-    activation: str = dataclasses.field(default="a8", metadata={"static": True})
+    activation: Activation = dataclasses.field(default="a8", metadata={"static": True})
     overwrite: bool = dataclasses.field(default=True, metadata={"static": True})
     schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
 from specjax.drafting.chain import check_chain, draft_chain
 from specjax.drafting.retokenize import TextTokenizer, Translation, translation
@@ -67,7 +68,7 @@ class TranslatedDraft:
     draft_tokenizer: TextTokenizer = dataclasses.field(metadata={"static": True})
     target_tokenizer: TextTokenizer = dataclasses.field(metadata={"static": True})
     draft_length: int = dataclasses.field(default=5, metadata={"static": True})
-    activation: str = dataclasses.field(default="a16", metadata={"static": True})
+    activation: Activation = dataclasses.field(default="a16", metadata={"static": True})
     confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
     schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from specjax.checks import check_integer
 from specjax.drafting import Autoregressive, Drafter, QSpec
 from specjax.evaluation.likelihood import log_likelihoods
@@ -90,7 +90,7 @@ def evaluate(
     limit: int | None = None,
     shots: int | None = None,
     max_new_tokens: int | None = None,
-    activation: str = "a16",
+    activation: Activation = "a16",
     cache_bits: int = 16,
     chat: bool = False,
     out: str | Path | None = None,
@@ -161,7 +161,7 @@ class _Run(NamedTuple):
     drafter: Drafter
     rows: int
     max_new_tokens: int | None
-    activation: str
+    activation: Activation
     cache_bits: int
     chat: bool
 

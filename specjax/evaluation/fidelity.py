@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from specjax.drafting import Autoregressive
 from specjax.evaluation.scoring import score
 from specjax.generation.decoding import decode
@@ -50,7 +50,7 @@ def fidelity(
     params: Params,
     prompts: Sequence[Sequence[int]],
     *,
-    activation: str = "a4",
+    activation: Activation = "a4",
     max_new_tokens: int = 128,
     rows: int = 8,
 ) -> Fidelity:
@@ -82,7 +82,7 @@ def fidelity(
 
 
 def _compare(
-    params: Params, prompts: Sequence[Sequence[int]], activation: str, max_new_tokens: int
+    params: Params, prompts: Sequence[Sequence[int]], activation: Activation, max_new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     prompts = [list(prompt) for prompt in prompts]
     result = decode(params, prompts, max_new_tokens=max_new_tokens, drafter=Autoregressive())

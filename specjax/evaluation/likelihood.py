@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.evaluation.scoring import judge
@@ -37,7 +37,7 @@ def log_likelihoods(
     pairs: Sequence[tuple[Tokens, Tokens]],
     *,
     rows: int = 8,
-    activation: str = "a16",
+    activation: Activation = "a16",
     cache_bits: int = 16,
     max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -89,7 +89,7 @@ def rolling_log_likelihoods(
     *,
     prefix: int,
     rows: int = 8,
-    activation: str = "a16",
+    activation: Activation = "a16",
     cache_bits: int = 16,
     max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -138,7 +138,7 @@ class _Item(NamedTuple):
 
 
 def _read_batch(
-    params: Params, items: Sequence[_Item], rows: int, activation: str, cache_bits: int
+    params: Params, items: Sequence[_Item], rows: int, activation: Activation, cache_bits: int
 ) -> list[tuple[float, bool]]:
     """Reads at most `rows` items chunk by chunk, up to the end of the longest one."""
     lengths = np.array([len(item.tokens) for item in items])
@@ -167,7 +167,7 @@ def _read_batch(
 
 @partial(jax.jit, static_argnames=("activation", "wanted"), donate_argnames="cache")
 def _read_chunk(
-    params: Params, tokens: jax.Array, cache: KVCache, activation: str, wanted: bool
+    params: Params, tokens: jax.Array, cache: KVCache, activation: Activation, wanted: bool
 ) -> tuple[tuple[jax.Array, jax.Array] | None, KVCache]:
     """The next tokens of every row, and what comes after them: int32[B, T + 1].
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.evaluation.scoring import score
 from specjax.model.params import Params
@@ -38,7 +38,7 @@ def perplexity(
     window: int = 512,
     stride: int | None = None,
     rows: int = 1,
-    activation: str = "a16",
+    activation: Activation = "a16",
     cache_bits: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:

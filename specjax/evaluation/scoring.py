@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.reference import map_row_tiles
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, on_mesh
@@ -17,7 +18,7 @@ from specjax.speculation.sampling import greedy
 
 @partial(jax.jit, static_argnames=("activation", "cache_bits"))
 def score(
-    params: Params, tokens: jax.Array, *, activation: str = "a16", cache_bits: int = 16
+    params: Params, tokens: jax.Array, *, activation: Activation = "a16", cache_bits: int = 16
 ) -> tuple[jax.Array, jax.Array]:
     """Scores every token but the first, given those before it.
 

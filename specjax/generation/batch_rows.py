@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.activations import Activation
 from specjax.generation.decoding import begin
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row_specs
@@ -38,7 +39,7 @@ class Run(NamedTuple):
     stop_tokens: tuple[int, ...]
     capacity: int
     cache_bits: int
-    activation: str
+    activation: Activation
     width: int
 
 
@@ -64,7 +65,7 @@ def read_chunk(run: Run, prompt: Prefill) -> Prefill:
 
 
 @partial(jax.jit, donate_argnames="cache", static_argnames="activation")
-def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: str) -> KVCache:
+def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activation) -> KVCache:
     def read(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         return forward(params, tokens, positions, cache, activation=activation)[1]
@@ -136,7 +137,7 @@ def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeStat
 
 @partial(jax.jit, donate_argnames="state", static_argnames="activation")
 def run_rounds(
-    params: Params, state: DecodeState, drafter: Drafter, limit: jax.Array, activation: str
+    params: Params, state: DecodeState, drafter: Drafter, limit: jax.Array, activation: Activation
 ) -> tuple[DecodeState, jax.Array]:
     """Rounds until a running row finishes, at most `limit`; and how many there were."""
     mesh = params.mesh

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.drafting import QSpec
@@ -97,7 +97,7 @@ def complete(
     stop_tokens: Sequence[int] | None = None,
     cache_capacity: int | None = None,
     cache_bits: int = 16,
-    activation: str = "a16",
+    activation: Activation = "a16",
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:

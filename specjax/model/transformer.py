@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.attention import attention
 from pallas_kernels.formats import Quantized
 from pallas_kernels.hadamard import hadamard
@@ -35,7 +36,7 @@ def forward(
     positions: jax.Array,
     cache: KVCache,
     ancestors: jax.Array | None = None,
-    activation: str = "a16",
+    activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """One pass over T new tokens per row.
@@ -73,7 +74,7 @@ def prefill(
     params: Params,
     tokens: jax.Array,
     cache: KVCache,
-    activation: str = "a16",
+    activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> KVCache:
     """The cache with the entries of a row's first tokens. int32[B, T], T = 0 allowed."""
@@ -100,7 +101,7 @@ def block(
     positions: jax.Array,
     cache: KVCache,
     ancestors: jax.Array | None,
-    activation: str,
+    activation: Activation,
     config: ModelConfig,
 ) -> tuple[jax.Array, KVCache, LinearInputs]:
     """One layer of `forward`, number `index`, with the residual stream x: [B, T, D] around it."""
@@ -112,12 +113,14 @@ def block(
     return _add(x, hidden), cache, LinearInputs(qkv, o, gate_up, down)
 
 
-def linear(x: jax.Array, layer: Linear, activation: str) -> jax.Array:
+def linear(x: jax.Array, layer: Linear, activation: Activation) -> jax.Array:
     """x: [..., K] -> f32[..., N]."""
     return linears(x, (layer,), activation)[0]
 
 
-def linears(x: jax.Array, layers: tuple[Linear, ...], activation: str) -> tuple[jax.Array, ...]:
+def linears(
+    x: jax.Array, layers: tuple[Linear, ...], activation: Activation
+) -> tuple[jax.Array, ...]:
     """Layers that read the same x: [..., K] -> f32[..., N] each.
 
     Those that are not quantized take x in 16 bits whatever `activation` says.
@@ -152,7 +155,7 @@ def _attention_block(
     positions: jax.Array,
     cache: KVCache,
     ancestors: jax.Array | None,
-    activation: str,
+    activation: Activation,
     config: ModelConfig,
 ) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
     """x: [B, T, D] -> f32[B, T, D], the cache with the new entries, and what q and o read.
@@ -186,7 +189,7 @@ def _attention_block(
 
 
 def _mlp_block(
-    layer: Layer, x: jax.Array, activation: str, config: ModelConfig
+    layer: Layer, x: jax.Array, activation: Activation, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """SwiGLU. x: [B, T, D] -> f32[B, T, D], and what gate and down read."""
     normed = norm(x, layer.mlp_norm, config, x.dtype)

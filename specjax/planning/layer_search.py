@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activations import check_activation
+from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.formats import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
@@ -56,7 +56,7 @@ def search_layers(
     params: Params,
     tokens: Any,
     *,
-    activation: str = "a16",
+    activation: Activation = "a16",
     least: int = 1,
     longest: int = LONGEST,
     progress: Callable[[int, int], None] | None = None,
@@ -118,7 +118,7 @@ def _layer_set(
 
 
 def _without_each(
-    params: Params, kept: tuple[int, ...], x: jax.Array, wanted: jax.Array, activation: str
+    params: Params, kept: tuple[int, ...], x: jax.Array, wanted: jax.Array, activation: Activation
 ) -> dict[int, float]:
     """How often the model chooses `wanted` without each of the kept layers in turn.
 
@@ -133,7 +133,9 @@ def _without_each(
     return shares
 
 
-def _through(params: Params, layers: tuple[int, ...], x: jax.Array, activation: str) -> jax.Array:
+def _through(
+    params: Params, layers: tuple[int, ...], x: jax.Array, activation: Activation
+) -> jax.Array:
     """The residual stream [S, T, D] after these layers."""
     for index in layers:
         # As the only layer of a model: one compilation serves all that are alike.
@@ -146,7 +148,7 @@ def _through(params: Params, layers: tuple[int, ...], x: jax.Array, activation: 
 
 
 @partial(jax.jit, static_argnames=("config", "activation"))
-def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: str) -> jax.Array:
+def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: Activation) -> jax.Array:
     """One layer over whole sequences without context."""
     rows, width, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
@@ -156,7 +158,7 @@ def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: str) -> ja
 
 
 @partial(jax.jit, static_argnames="activation")
-def _choices(params: Params, x: jax.Array, activation: str) -> jax.Array:
+def _choices(params: Params, x: jax.Array, activation: Activation) -> jax.Array:
     """The greedy choice at every position. [S, T, D] -> int32[S, T]."""
 
     def of_sequence(x: jax.Array) -> jax.Array:  # logits of all at once would take gigabytes
@@ -167,7 +169,7 @@ def _choices(params: Params, x: jax.Array, activation: str) -> jax.Array:
     return jax.lax.map(of_sequence, x)
 
 
-def _check(config: ModelConfig, tokens: Any, activation: str, least: int) -> jax.Array:
+def _check(config: ModelConfig, tokens: Any, activation: Activation, least: int) -> jax.Array:
     check_activation(activation)
     found = np.asarray(tokens)
     if found.ndim != 2 or found.shape[0] < 1 or found.shape[1] < 2 or found.dtype.kind not in "iu":

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, row_keys, start
@@ -141,7 +142,7 @@ class _Model(NamedTuple):
     """A model that verifies what `drafter` proposes; `lag` as in its `DecodeState`."""
 
     params: Params
-    activation: str
+    activation: Activation
     layers: tuple[int, ...] | None
     drafter: Drafter
     lag: int
@@ -237,7 +238,7 @@ def _verify_repeatedly(
     state: DecodeState,
     repeats: int,
     drafts: int,
-    activation: str,
+    activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[DecodeState, jax.Array]:
     """Verifies a draft of zeros again and again; the sum of what comes of it keeps it all alive."""
@@ -257,7 +258,7 @@ def _draft_and_verify(
     state: DecodeState,
     repeats: int,
     drafter: Drafter,
-    activation: str,
+    activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[DecodeState, jax.Array]:
     """Makes the same draft again and again, and verifies it."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.activations import Activation
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, on_mesh, row_specs
 from specjax.model.params import Params
@@ -30,7 +31,7 @@ def step(
     params: Params,
     state: DecodeState,
     drafter: Drafter,
-    activation: str = "a16",
+    activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> tuple[DecodeState, Verified]:
     """One round. The given state is used up.
@@ -48,7 +49,7 @@ def _step(
     params: Params,
     drafter: Drafter,
     state: DecodeState,
-    activation: str,
+    activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[DecodeState, Verified]:
     """`step` on the rows of one device."""
@@ -76,7 +77,7 @@ def verify(
     params: Params,
     state: DecodeState,
     proposal: Proposal,
-    activation: str = "a16",
+    activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> tuple[Verified, KVCache]:
     """Scores a proposal in one pass, which overwrites the draft's cache entries.
@@ -179,7 +180,7 @@ def score(
     params: Params,
     state: DecodeState,
     following: jax.Array,
-    activation: str,
+    activation: Activation,
     layers: tuple[int, ...] | None,
     parents: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -238,7 +239,7 @@ def _score_proposal(
     params: Params,
     state: DecodeState,
     proposal: Proposal,
-    activation: str,
+    activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[jax.Array, KVCache]:
     """`score` of a proposal, no wider than its longest row asks for: 1, 3, 7, … drafts, or all."""
