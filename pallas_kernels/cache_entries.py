@@ -40,7 +40,7 @@ class QuantizedEntries:
     codes: jax.Array
     scales: jax.Array
     zeros: jax.Array
-    bits: int = dataclasses.field(metadata={"static": True})
+    bits: int = jax.tree.static()
 
     @property
     def shape(self) -> tuple[int, ...]:

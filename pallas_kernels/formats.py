@@ -55,11 +55,11 @@ class Int8Weight:
 
     integers: jax.Array
     scales: jax.Array
-    in_features: int = dataclasses.field(metadata={"static": True})
-    group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    in_features: int = jax.tree.static()
+    group_size: int | None = jax.tree.static(default=None)
     zeros: jax.Array | None = None
     order: jax.Array | None = None
-    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
+    out_features: int | None = jax.tree.static(default=None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,13 +106,13 @@ class Int4Weight:
 
     packed: jax.Array
     scales: jax.Array
-    in_features: int = dataclasses.field(metadata={"static": True})
-    group_size: int | None = dataclasses.field(default=128, metadata={"static": True})
+    in_features: int = jax.tree.static()
+    group_size: int | None = jax.tree.static(default=128)
     zeros: jax.Array | None = None
     outliers: Outliers | None = None
     order: jax.Array | None = None
-    activation_clip: float = dataclasses.field(default=1.0, metadata={"static": True})
-    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
+    activation_clip: float = jax.tree.static(default=1.0)
+    out_features: int | None = jax.tree.static(default=None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,8 +139,8 @@ class Mxfp4Weight:
 
     packed: jax.Array
     scales: jax.Array
-    in_features: int = dataclasses.field(metadata={"static": True})
-    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
+    in_features: int = jax.tree.static()
+    out_features: int | None = jax.tree.static(default=None)
 
     @property
     def group_size(self) -> int:
@@ -168,7 +168,7 @@ class Bfloat16Weight:
     """
 
     bits: jax.Array
-    out_features: int | None = dataclasses.field(default=None, metadata={"static": True})
+    out_features: int | None = jax.tree.static(default=None)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class Combined:
 
     first: Drafter
     second: Drafter
-    extra: int = dataclasses.field(default=0, metadata={"static": True})
+    extra: int = jax.tree.static(default=0)
 
     def __post_init__(self) -> None:
         if check_integer("extra", self.extra) < 0:

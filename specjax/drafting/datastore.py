@@ -38,7 +38,7 @@ class Datastore:
 
     tokens: jax.Array
     suffixes: jax.Array
-    vocab_size: int = dataclasses.field(metadata={"static": True})
+    vocab_size: int = jax.tree.static()
 
     @classmethod
     def create(cls, sequences: Iterable[np.ndarray], vocab_size: int) -> Datastore:

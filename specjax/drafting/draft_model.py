@@ -39,11 +39,11 @@ class DraftModel(ChainDrafter):
     """
 
     params: Params = dataclasses.field(repr=False)
-    draft_length: int = dataclasses.field(default=5, metadata={"static": True})
-    activation: Activation = dataclasses.field(default="a16", metadata={"static": True})
-    share_cache: bool = dataclasses.field(default=False, metadata={"static": True})
-    confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
-    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
+    draft_length: int = jax.tree.static(default=5)
+    activation: Activation = jax.tree.static(default="a16")
+    share_cache: bool = jax.tree.static(default=False)
+    confidence: float | None = jax.tree.static(default=None)
+    schedule: Schedule | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         check_chain(self)

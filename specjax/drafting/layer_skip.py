@@ -32,11 +32,11 @@ class LayerSkip(ChainDrafter):
     Raises ValueError where a field is out of its range.
     """
 
-    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    draft_length: int = dataclasses.field(default=3, metadata={"static": True})
-    activation: Activation = dataclasses.field(default="a16", metadata={"static": True})
-    confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
-    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
+    layers: tuple[int, ...] = jax.tree.static()
+    draft_length: int = jax.tree.static(default=3)
+    activation: Activation = jax.tree.static(default="a16")
+    confidence: float | None = jax.tree.static(default=None)
+    schedule: Schedule | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         check_chain(self)

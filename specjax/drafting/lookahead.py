@@ -26,12 +26,12 @@ class Lookahead(WindowDrafter):
     Raises ValueError where a field is out of its range.
     """
 
-    ngram: int = dataclasses.field(default=5, metadata={"static": True})
-    window: int = dataclasses.field(default=7, metadata={"static": True})
-    guesses: int = dataclasses.field(default=7, metadata={"static": True})
-    capacity: int = dataclasses.field(default=8192, metadata={"static": True})
-    text: bool = dataclasses.field(default=True, metadata={"static": True})
-    seed: int = dataclasses.field(default=0, metadata={"static": True})
+    ngram: int = jax.tree.static(default=5)
+    window: int = jax.tree.static(default=7)
+    guesses: int = jax.tree.static(default=7)
+    capacity: int = jax.tree.static(default=8192)
+    text: bool = jax.tree.static(default=True)
+    seed: int = jax.tree.static(default=0)
 
     def __post_init__(self) -> None:
         check_window(self)

@@ -52,8 +52,8 @@ class NGram:
     Raises ValueError where a field is out of its range.
     """
 
-    draft_length: int = dataclasses.field(default=10, metadata={"static": True})
-    ngram: int = dataclasses.field(default=3, metadata={"static": True})
+    draft_length: int = jax.tree.static(default=10)
+    ngram: int = jax.tree.static(default=3)
 
     def __post_init__(self) -> None:
         for name, least in (("draft_length", 1), ("ngram", 2)):

@@ -31,10 +31,10 @@ class PromptLookup:
     Raises ValueError where a field is out of its range.
     """
 
-    draft_length: int = dataclasses.field(default=10, metadata={"static": True})
-    longest: int = dataclasses.field(default=3, metadata={"static": True})
-    shortest: int = dataclasses.field(default=1, metadata={"static": True})
-    whole: bool = dataclasses.field(default=False, metadata={"static": True})
+    draft_length: int = jax.tree.static(default=10)
+    longest: int = jax.tree.static(default=3)
+    shortest: int = jax.tree.static(default=1)
+    whole: bool = jax.tree.static(default=False)
 
     def __post_init__(self) -> None:
         for name in ("draft_length", "shortest"):

@@ -34,10 +34,10 @@ class QSpec(ChainDrafter):
     Raises ValueError where a field is out of its range.
     """
 
-    draft_length: int = dataclasses.field(default=3, metadata={"static": True})
-    activation: Activation = dataclasses.field(default="a8", metadata={"static": True})
-    overwrite: bool = dataclasses.field(default=True, metadata={"static": True})
-    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
+    draft_length: int = jax.tree.static(default=3)
+    activation: Activation = jax.tree.static(default="a8")
+    overwrite: bool = jax.tree.static(default=True)
+    schedule: Schedule | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         check_chain(self)

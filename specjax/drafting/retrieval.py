@@ -34,11 +34,11 @@ class Retrieval:
     """
 
     datastore: Datastore = dataclasses.field(repr=False)
-    nodes: int = dataclasses.field(default=64, metadata={"static": True})
-    depth: int = dataclasses.field(default=10, metadata={"static": True})
-    longest: int = dataclasses.field(default=ORDERED, metadata={"static": True})
-    shortest: int = dataclasses.field(default=2, metadata={"static": True})
-    candidates: int = dataclasses.field(default=64, metadata={"static": True})
+    nodes: int = jax.tree.static(default=64)
+    depth: int = jax.tree.static(default=10)
+    longest: int = jax.tree.static(default=ORDERED)
+    shortest: int = jax.tree.static(default=2)
+    candidates: int = jax.tree.static(default=64)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "shortest", "candidates"):

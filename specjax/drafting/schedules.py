@@ -64,9 +64,9 @@ class Adaptive:
     Raises ValueError where a field is out of its range. `specjax.planning` measures the costs.
     """
 
-    draft_cost: float = dataclasses.field(default=0.25, metadata={"static": True})
-    row_cost: float = dataclasses.field(default=0.02, metadata={"static": True})
-    memory: float = dataclasses.field(default=64.0, metadata={"static": True})
+    draft_cost: float = jax.tree.static(default=0.25)
+    row_cost: float = jax.tree.static(default=0.02)
+    memory: float = jax.tree.static(default=64.0)
 
     def __post_init__(self) -> None:
         for name in ("draft_cost", "row_cost"):

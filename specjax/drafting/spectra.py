@@ -49,17 +49,17 @@ class Spectra(WindowDrafter):
     Raises ValueError where a field is out of its range.
     """
 
-    ngram: int = dataclasses.field(default=5, metadata={"static": True})
-    window: int = dataclasses.field(default=15, metadata={"static": True})
-    guesses: int = dataclasses.field(default=15, metadata={"static": True})
-    refine: float = dataclasses.field(default=0.1, metadata={"static": True})
-    capacity: int = dataclasses.field(default=8192, metadata={"static": True})
-    text: bool = dataclasses.field(default=True, metadata={"static": True})
-    forward: bool = dataclasses.field(default=True, metadata={"static": True})
-    backward: bool = dataclasses.field(default=True, metadata={"static": True})
-    parts: bool = dataclasses.field(default=True, metadata={"static": True})
-    backward_length: int = dataclasses.field(default=10, metadata={"static": True})
-    seed: int = dataclasses.field(default=0, metadata={"static": True})
+    ngram: int = jax.tree.static(default=5)
+    window: int = jax.tree.static(default=15)
+    guesses: int = jax.tree.static(default=15)
+    refine: float = jax.tree.static(default=0.1)
+    capacity: int = jax.tree.static(default=8192)
+    text: bool = jax.tree.static(default=True)
+    forward: bool = jax.tree.static(default=True)
+    backward: bool = jax.tree.static(default=True)
+    parts: bool = jax.tree.static(default=True)
+    backward_length: int = jax.tree.static(default=10)
+    seed: int = jax.tree.static(default=0)
 
     def __post_init__(self) -> None:
         check_window(self)

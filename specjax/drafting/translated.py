@@ -65,13 +65,13 @@ class TranslatedDraft:
     """
 
     params: Params = dataclasses.field(repr=False)
-    draft_tokenizer: TextTokenizer = dataclasses.field(metadata={"static": True})
-    target_tokenizer: TextTokenizer = dataclasses.field(metadata={"static": True})
-    draft_length: int = dataclasses.field(default=5, metadata={"static": True})
-    activation: Activation = dataclasses.field(default="a16", metadata={"static": True})
-    confidence: float | None = dataclasses.field(default=None, metadata={"static": True})
-    schedule: Schedule | None = dataclasses.field(default=None, metadata={"static": True})
-    capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+    draft_tokenizer: TextTokenizer = jax.tree.static()
+    target_tokenizer: TextTokenizer = jax.tree.static()
+    draft_length: int = jax.tree.static(default=5)
+    activation: Activation = jax.tree.static(default="a16")
+    confidence: float | None = jax.tree.static(default=None)
+    schedule: Schedule | None = jax.tree.static(default=None)
+    capacity: int | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         check_chain(self)  # type: ignore[arg-type]

@@ -62,8 +62,8 @@ class Params:
     layers: tuple[Layer, ...]
     final_norm: jax.Array
     lm_head: Linear | None
-    config: ModelConfig = dataclasses.field(metadata={"static": True})
-    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
+    config: ModelConfig = jax.tree.static()
+    mesh: Mesh | None = jax.tree.static(default=None)
 
     @property
     def num_kv_heads(self) -> int:

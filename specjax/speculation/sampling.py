@@ -33,11 +33,11 @@ class Sampling:
     Raises ValueError where a field is out of its range.
     """
 
-    temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
-    top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
-    top_p: float | None = dataclasses.field(default=None, metadata={"static": True})
-    min_p: float | None = dataclasses.field(default=None, metadata={"static": True})
-    repetition_penalty: float | None = dataclasses.field(default=None, metadata={"static": True})
+    temperature: float = jax.tree.static(default=1.0)
+    top_k: int | None = jax.tree.static(default=None)
+    top_p: float | None = jax.tree.static(default=None)
+    min_p: float | None = jax.tree.static(default=None)
+    repetition_penalty: float | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 1e-6 <= self.temperature <= 1e6:

@@ -84,11 +84,11 @@ class DecodeState:
     keys: jax.Array | None
     draft: Any
     stats: Stats
-    sampling: Sampling | None = dataclasses.field(metadata={"static": True})
-    stop_tokens: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    vocab_size: int = dataclasses.field(metadata={"static": True})
-    lag: int = dataclasses.field(default=0, metadata={"static": True})
-    depth: int = dataclasses.field(default=0, metadata={"static": True})
+    sampling: Sampling | None = jax.tree.static()
+    stop_tokens: tuple[int, ...] = jax.tree.static()
+    vocab_size: int = jax.tree.static()
+    lag: int = jax.tree.static(default=0)
+    depth: int = jax.tree.static(default=0)
 
     @property
     def last_tokens(self) -> jax.Array:
