@@ -20,9 +20,9 @@ from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.model.transformer import forward, prefill
-from specjax.speculation.rounds import fit_vocabulary, score
 from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
 from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.verification import fit_vocabulary, score
 
 
 class ChainState(NamedTuple):

@@ -24,9 +24,9 @@ from specjax.generation.decoding import decode, row_keys, start
 from specjax.generation.prompts import Prompt, normalize_prompt
 from specjax.model.params import Params
 from specjax.planning.speed import Level, draft_time, speedup
-from specjax.speculation.rounds import verify
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Proposal
+from specjax.speculation.verification import verify
 
 _CALL_SECONDS = 0.1  # of work per timed call, so that the call itself does not count
 _MOST_REPEATS = 512

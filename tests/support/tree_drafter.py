@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.model.params import Params
-from specjax.speculation.rounds import score
 from specjax.speculation.sampling import draw, probabilities
 from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.verification import score
 
 
 @jax.tree_util.register_dataclass

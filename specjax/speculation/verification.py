@@ -1,0 +1,212 @@
+"""Verification: one precise pass scores a whole proposal, and the acceptance rule judges it.
+
+Greedy drafts are compared with the target's own choices. Sampled drafts go through the rejection
+rule (`specjax.speculation.acceptance`), which keeps the target's distribution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.activations import Activation
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Params
+from specjax.model.transformer import forward
+from specjax.speculation import trees
+from specjax.speculation.acceptance import greedy_match, greedy_path, rejection_sample, sample_path
+from specjax.speculation.sampling import greedy, probabilities, seen_tokens
+from specjax.speculation.state import DecodeState, Proposal, Verified
+
+
+def verify(
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    activation: Activation = "a16",
+    layers: tuple[int, ...] | None = None,
+) -> tuple[Verified, KVCache]:
+    """Scores a proposal in one pass, which overwrites the draft's cache entries.
+
+    Returns what came of it (`count` is the caller's to find) and the cache, with entries of this
+    pass for every token up to the last draft.
+    """
+    logits, cache = _score_proposal(params, state, proposal, activation, layers)
+    counts = proposal.counts
+    if counts is None:
+        counts = jnp.full_like(state.lengths, proposal.tokens.shape[1])
+    if proposal.parents is None:
+        return _judge_chain(state, proposal, counts, logits), cache
+    return _judge_tree(state, proposal, proposal.parents, counts, logits), cache
+
+
+def _judge_chain(
+    state: DecodeState, proposal: Proposal, counts: jax.Array, logits: jax.Array
+) -> Verified:
+    tokens, choices = proposal.tokens, greedy(logits)
+    distributions = _distributions(state, proposal, logits)
+    if distributions is None:
+        accepted, emitted = greedy_match(tokens, counts, choices), choices
+    else:
+        accepted, emitted = rejection_sample(
+            state.round_keys(purpose=1), tokens, counts, proposal.distributions, distributions
+        )
+    return Verified(
+        proposed=tokens, drafted=counts, accepted=accepted, nodes=None,
+        tested=jnp.minimum(accepted + 1, counts), emitted=emitted, count=accepted,
+        logits=logits, choices=choices, distributions=distributions,
+    )  # fmt: skip
+
+
+def _judge_tree(
+    state: DecodeState,
+    proposal: Proposal,
+    parents: jax.Array,
+    counts: jax.Array,
+    logits: jax.Array,
+) -> Verified:
+    tokens, choices = proposal.tokens, greedy(logits)
+    distributions = _distributions(state, proposal, logits)
+    meant = jnp.arange(tokens.shape[1]) < counts[:, None]
+    if proposal.verifiable is not None:
+        meant &= proposal.verifiable
+    if distributions is None:
+        accepted, nodes = greedy_path(tokens, parents, meant, choices)
+        emitted = _along(choices, nodes)
+    else:
+        accepted, nodes, emitted = sample_path(
+            state.round_keys(purpose=1), tokens, parents, meant,
+            proposal.distributions, distributions,
+        )  # fmt: skip
+        distributions = _along(distributions, nodes)
+    last = jnp.max(nodes, axis=1, keepdims=True, initial=-1)
+    return Verified(
+        proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32), accepted=accepted,
+        nodes=nodes, tested=accepted + jnp.any(meant & (parents == last), axis=1),
+        emitted=emitted, count=accepted, logits=logits, choices=choices,
+        distributions=distributions,
+    )  # fmt: skip
+
+
+def _distributions(state: DecodeState, proposal: Proposal, logits: jax.Array) -> jax.Array | None:
+    """What the target samples from at every place, f32[B, N + 1, V]; None when greedy."""
+    if state.sampling is None:
+        return None
+    seen = None
+    if state.sampling.repetition_penalty is not None:
+        paths = None if proposal.parents is None else trees.ancestors(proposal.parents)
+        seen = seen_tokens(state.tokens, state.lengths, proposal.tokens, state.vocab_size, paths)
+    return probabilities(logits, state.sampling, seen)
+
+
+def _along(values: jax.Array, nodes: jax.Array) -> jax.Array:
+    """Selects the entries along a path. values: [B, N + 1, …], of the last token and every node."""
+    places = jnp.pad(nodes + 1, ((0, 0), (1, 0)))
+    return jnp.take_along_axis(values, places.reshape(*places.shape, *[1] * (values.ndim - 2)), 1)
+
+
+def _score_proposal(
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    activation: Activation,
+    layers: tuple[int, ...] | None,
+) -> tuple[jax.Array, KVCache]:
+    """`score` of a proposal, no wider than its longest row asks for: 1, 3, 7, … drafts, or all."""
+    tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
+    n = tokens.shape[1]
+    if counts is None or n < 2:
+        return score(params, state, tokens, activation, layers, parents)
+    widths = [2**i - 1 for i in range(1, n.bit_length() + 1) if 2**i - 1 < n] + [n]
+
+    longest = jnp.max(jnp.where(state.finished, 0, counts))
+    chosen = jnp.searchsorted(jnp.array(widths), longest)
+
+    def at(width: int, carry: _Scored) -> _Scored:
+        narrow = dataclasses.replace(state, cache=carry.cache)
+        first = None if parents is None else parents[:, :width]
+        logits, cache = score(params, narrow, tokens[:, :width], activation, layers, first)
+        return _Scored(jnp.bool_(True), carry.logits.at[:, : width + 1].set(logits), cache)
+
+    # Loops of at most one turn: XLA updates a loop's caches in place, and copies a conditional's.
+    logits = jnp.zeros((tokens.shape[0], n + 1, state.vocab_size))
+    carry = _Scored(jnp.bool_(False), logits, state.cache)
+    for index, width in enumerate(widths):
+        carry = lax.while_loop(partial(_due, chosen == index), partial(at, width), carry)
+    return carry.logits, carry.cache
+
+
+class _Scored(NamedTuple):
+    """Logits and cache of a proposal that is scored when `done`."""
+
+    done: jax.Array
+    logits: jax.Array
+    cache: KVCache
+
+
+def _due(chosen: jax.Array, carry: _Scored) -> jax.Array:
+    return chosen & ~carry.done
+
+
+def score(
+    params: Params,
+    state: DecodeState,
+    following: jax.Array,
+    activation: Activation,
+    layers: tuple[int, ...] | None,
+    parents: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Logits after the last token and after each of `following`, from one pass over those.
+
+    The pass begins at the first token that the cache lacks. following: int32[B, N], a chain or,
+    with parents: int32[B, N], a tree. The entry of number i goes to slot state.lengths + i.
+
+    Returns f32[B, N + 1, V], and the cache with the pass's entries; `lengths` as they were.
+    """
+    n = following.shape[1]
+    cached = state.cache.lengths[:, None]
+    positions = cached + jnp.arange(state.lag + 1 + n)
+    places = jnp.minimum(positions, state.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(state.tokens, places, axis=1)
+    if n:
+        index = positions - state.lengths[:, None]
+        drafted = jnp.take_along_axis(following, jnp.clip(index, 0, n - 1), axis=1)
+        tokens = jnp.where(index < 0, tokens, drafted)
+    paths = None
+    if parents is not None:
+        known = state.lengths[:, None] - cached
+        paths = trees.ancestors(_parents_in_pass(parents, known, state.lag))
+        positions = cached + trees.depths(paths)
+    logits, cache = forward(params, tokens, positions, state.cache, paths, activation, layers)
+    if state.lag:
+        last = state.lengths[:, None] - 1 - cached
+        logits = jnp.take_along_axis(logits, (last + jnp.arange(n + 1))[..., None], axis=1)
+    return fit_vocabulary(logits, state.vocab_size), cache
+
+
+def _parents_in_pass(parents: jax.Array, known: jax.Array, lag: int) -> jax.Array:
+    """A tree's parents among the tokens of a pass that begins with `known`: int32[B, 1] others.
+
+    int32[B, N] -> int32[B, lag + 1 + N]; what is past the tree repeats its last node.
+    """
+    n = parents.shape[1]
+    place = jnp.arange(lag + 1 + n)
+    node = jnp.clip(place - known, 0, n - 1)
+    return jnp.where(place < known, place - 1, known + jnp.take_along_axis(parents, node, axis=1))
+
+
+def fit_vocabulary(logits: jax.Array, size: int) -> jax.Array:
+    """Logits over the target's vocabulary of a draft model that pads the same one differently.
+
+    f32[..., V'] -> f32[..., size]; tokens that the model lacks get -inf.
+    """
+    own = logits.shape[-1]
+    if own >= size:
+        return logits[..., :size]
+    pad = [(0, 0)] * (logits.ndim - 1) + [(0, size - own)]
+    return jnp.pad(logits, pad, constant_values=-jnp.inf)
