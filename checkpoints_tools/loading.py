@@ -14,7 +14,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.convert import collect
+from checkpoints_tools.conversion import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
 from specjax.model import parallel

@@ -34,12 +34,12 @@ from specjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkpoints_tools.checkpoint import save
-    from checkpoints_tools.convert import convert
-    from checkpoints_tools.export import export
+    from checkpoints_tools.conversion import convert
+    from checkpoints_tools.exporting import export
     from checkpoints_tools.loading import load, load_tokenizer
-    from checkpoints_tools.quantize import quantize
-    from checkpoints_tools.quantize.calibration import calibration_tokens
-    from checkpoints_tools.quantize.from_files import quantize_checkpoint
+    from checkpoints_tools.quantization import quantize
+    from checkpoints_tools.quantization.calibration import calibration_tokens
+    from checkpoints_tools.quantization.from_files import quantize_checkpoint
 
 __all__ = [
     "Adaptive",
@@ -84,13 +84,13 @@ __all__ = [
 
 # Found when first used: most stand on this package, and need libraries that decoding does not.
 _TOOLS = {
-    "calibration_tokens": "checkpoints_tools.quantize.calibration",
-    "convert": "checkpoints_tools.convert",
-    "export": "checkpoints_tools.export",
+    "calibration_tokens": "checkpoints_tools.quantization.calibration",
+    "convert": "checkpoints_tools.conversion",
+    "export": "checkpoints_tools.exporting",
     "load": "checkpoints_tools.loading",
     "load_tokenizer": "checkpoints_tools.loading",
-    "quantize": "checkpoints_tools.quantize",
-    "quantize_checkpoint": "checkpoints_tools.quantize.from_files",
+    "quantize": "checkpoints_tools.quantization",
+    "quantize_checkpoint": "checkpoints_tools.quantization.from_files",
     "save": "checkpoints_tools.checkpoint",
 }
 

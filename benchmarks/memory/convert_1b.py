@@ -64,7 +64,7 @@ CHILD = """
 import re, sys, time
 from pathlib import Path
 import jax.numpy as jnp
-from checkpoints_tools.convert import convert
+from checkpoints_tools.conversion import convert
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

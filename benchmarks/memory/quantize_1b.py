@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.memory.convert_1b import leftovers, write_source
 from benchmarks.support.common import parser, table, write
 from checkpoints_tools import checkpoint
-from checkpoints_tools.quantize.recipe import Recipe
+from checkpoints_tools.quantization.recipe import Recipe
 
 METHODS = ("rtn", "mxfp4", "gptq", "awq", "atom")
 SEQUENCES, LENGTH = 16, 512

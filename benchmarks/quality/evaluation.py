@@ -26,7 +26,7 @@ from typing import Any
 
 import specjax
 from benchmarks.support.common import parser, table, write
-from checkpoints_tools.quantize.calibration import calibration_tokens
+from checkpoints_tools.quantization.calibration import calibration_tokens
 from specjax.evaluation import evaluate
 from specjax.evaluation.table import fidelity_rows
 

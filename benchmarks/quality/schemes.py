@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 import specjax
 from benchmarks.support.common import pad, parser, table, text_prompts, write
-from checkpoints_tools.quantize.calibration import calibration_tokens
-from checkpoints_tools.quantize.recipe import Recipe
+from checkpoints_tools.quantization.calibration import calibration_tokens
+from checkpoints_tools.quantization.recipe import Recipe
 from specjax.evaluation import perplexity
 
 # Name, method of `specjax.quantize`, its options.

@@ -207,7 +207,7 @@ def _cast(
     Raises ValueError where it names neither.
     """
     from checkpoints_tools.loading import locate  # here: not every command needs them
-    from checkpoints_tools.quantize.recipe import Recipe
+    from checkpoints_tools.quantization.recipe import Recipe
 
     try:
         Recipe(name)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from specjax.drafting.datastore import Datastore
-from specjax.evaluation.scoring import score
-from specjax.files.digest import digest
+from specjax.evaluation.scoring import score_tokens
+from specjax.files.digests import digest
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
 from specjax.generation.text import Tokenizer
 from specjax.model.params import Params
@@ -102,7 +102,7 @@ def score_sequences(
         batch = np.zeros((rows, min(width, params.config.max_position_embeddings)), np.int32)
         for row, index in enumerate(chosen):
             batch[row, : lengths[index]] = sequences[index]
-        log_probs = np.asarray(score(params, batch)[0], np.float64)[: len(chosen)]
+        log_probs = np.asarray(score_tokens(params, batch)[0], np.float64)[: len(chosen)]
         counted = np.arange(1, batch.shape[1]) < lengths[chosen, None]
         scores[chosen] = -(log_probs * counted).sum(1) / counted.sum(1)
         scores.flush()

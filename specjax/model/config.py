@@ -61,7 +61,8 @@ class ModelConfig:
     positions, the token's own among them; it holds for the layers in `sliding_layers`, or for every
     layer where that is None. `hadamard`: the inputs of `o` are rotated across heads and those of
     `down` as a whole before they are multiplied, and queries and keys where the cache is quantized
-    (QuaRot; `checkpoints_tools.quantize.quarot` makes the weights that expect it). `stop_tokens`,
+    (QuaRot; `checkpoints_tools.quantization.quarot` makes the weights that expect it).
+    `stop_tokens`,
     `pad_id` and `bos_id` are the tokenizer's facts that decoding needs.
     """
 

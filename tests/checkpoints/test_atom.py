@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 import specjax
-from checkpoints_tools.quantize import quantize
-from checkpoints_tools.quantize.atom import mix_precisions, outlier_count, sort_hidden
-from checkpoints_tools.quantize.calibration import InputStatistics, calibration_tokens
-from checkpoints_tools.quantize.recipe import Recipe
-from checkpoints_tools.quantize.rtn import round_to_nearest
+from checkpoints_tools.quantization import quantize
+from checkpoints_tools.quantization.atom import mix_precisions, outlier_count, sort_hidden
+from checkpoints_tools.quantization.calibration import InputStatistics, calibration_tokens
+from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.rtn import round_to_nearest
 from pallas_kernels.activations import clip_activations, quantize_activations
-from pallas_kernels.formats import Int4Weight, Quantized, dequantize
+from pallas_kernels.formats import Int4Weight, Quantized
 from pallas_kernels.matmul import matmul
+from pallas_kernels.weight_values import dequantize
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, Params
 from specjax.model.transformer import forward

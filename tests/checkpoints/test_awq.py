@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools.quantize import calibration
-from checkpoints_tools.quantize.awq import RATIOS, errors_of_ratios, scale_layer, scales_of_ratio
-from checkpoints_tools.quantize.calibration import InputStatistics, LayerStatistics
-from checkpoints_tools.quantize.rtn import OUTPUT_RATIOS, round_clipped, round_to_nearest
-from pallas_kernels.formats import dequantize
+from checkpoints_tools.quantization import calibration
+from checkpoints_tools.quantization.awq import (
+    RATIOS,
+    errors_of_ratios,
+    scale_layer,
+    scales_of_ratio,
+)
+from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
+from checkpoints_tools.quantization.rtn import OUTPUT_RATIOS, round_clipped, round_to_nearest
+from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
 from specjax.model.params import Layer, Linear
 from tests.support.random_models import CONFIG, random_model

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools.quantize import calibration, quantize
-from checkpoints_tools.quantize.calibration import calibration_tokens
+from checkpoints_tools.quantization import calibration, quantize
+from checkpoints_tools.quantization.calibration import calibration_tokens
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward, linear, norm
 from tests.support.random_models import CONFIG, quantized_model, random_model

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from specjax.files import atomic_directory
 from specjax.model.config import RopeScaling
 from specjax.model.params import Params, stored
@@ -343,7 +343,7 @@ class Converter:
     def run(self, kill_after: float | None = None) -> float:
         """Converts, killed so many seconds after it begins to write. Returns the writing's time."""
         script = (
-            "import sys; from checkpoints_tools.convert import convert;"
+            "import sys; from checkpoints_tools.conversion import convert;"
             "convert(sys.argv[1], sys.argv[2], quantization='rtn', progress=False)"
         )
         process = subprocess.Popen(

@@ -17,11 +17,12 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from checkpoints_tools import checkpoint, loading
-from checkpoints_tools.convert import convert
+from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load, load_tokenizer
-from checkpoints_tools.quantize import quantize
-from pallas_kernels.formats import Int4Weight, dequantize, plain_values
+from checkpoints_tools.quantization import quantize
+from pallas_kernels.formats import Int4Weight
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params, stored
 from specjax.model.transformer import forward

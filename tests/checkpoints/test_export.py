@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.export import export
+from checkpoints_tools.exporting import export
 from checkpoints_tools.huggingface import their_name
 from checkpoints_tools.huggingface_config import read_config, write_config
 from checkpoints_tools.loading import load
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
     Quantized,
-    dequantize,
     int8_from_integers,
     mxfp4_from_codes,
 )
+from pallas_kernels.weight_values import dequantize
 from specjax.cli import main
 from specjax.model.params import Params
 from specjax.model.weight_names import HEAD, is_block_matrix, named_weights, params_from_weights

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools.quantize.calibration import InputStatistics
-from checkpoints_tools.quantize.gptq import DAMPING, _round_rows, gptq
-from checkpoints_tools.quantize.recipe import Recipe
-from checkpoints_tools.quantize.rtn import round_to_nearest
-from pallas_kernels.formats import Int4Weight, dequantize, unpack
+from checkpoints_tools.quantization.calibration import InputStatistics
+from checkpoints_tools.quantization.gptq import DAMPING, _round_rows, round_by_gptq
+from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.rtn import round_to_nearest
+from pallas_kernels.formats import Int4Weight, unpack
+from pallas_kernels.weight_values import dequantize
 
 
 def problem(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +76,7 @@ def test_gptq_is_its_recursion(
     k: int, group_size: int | None, bits: int, ratio: float | None
 ) -> None:
     w, h = problem(8, k)
-    weight = gptq(jnp.asarray(w), jnp.asarray(h), group_size, bits=bits, ratio=ratio)
+    weight = round_by_gptq(jnp.asarray(w), jnp.asarray(h), group_size, bits=bits, ratio=ratio)
     expected = recursion(w, h, group_size, bits, ratio)
     np.testing.assert_allclose(dequantize(weight), expected, rtol=1e-6, atol=0)
     assert weight.scales.dtype == jnp.bfloat16
@@ -85,14 +86,14 @@ def test_gptq_is_its_recursion(
 def test_gptq_errs_less_than_nearest() -> None:
     w, h = problem(16, 128)
     nearest = output_error(w, round_to_nearest(jnp.asarray(w)), h)
-    assert output_error(w, gptq(jnp.asarray(w), jnp.asarray(h)), h) < 0.7 * nearest
+    assert output_error(w, round_by_gptq(jnp.asarray(w), jnp.asarray(h)), h) < 0.7 * nearest
 
 
 # Inputs that do not hang together leave nothing to make up for; nor do inputs never seen.
 @pytest.mark.parametrize("moment", [np.eye(96), np.zeros((96, 96))])
 def test_gptq_without_correlations_rounds_to_nearest(moment: np.ndarray) -> None:
     w, _ = problem(8, 96)
-    weight = gptq(jnp.asarray(w), jnp.asarray(moment, jnp.float32), 32)
+    weight = round_by_gptq(jnp.asarray(w), jnp.asarray(moment, jnp.float32), 32)
     np.testing.assert_array_equal(weight.packed, round_to_nearest(jnp.asarray(w), 32).packed)
 
 
@@ -100,9 +101,9 @@ def test_gptq_without_correlations_rounds_to_nearest(moment: np.ndarray) -> None
 def test_gptq_unseen_input() -> None:
     w, h = problem(8, 64)
     h[40], h[:, 40], w[:, 40] = 0, 0, 1
-    weight = dequantize(gptq(jnp.asarray(w), jnp.asarray(h), None))
+    weight = dequantize(round_by_gptq(jnp.asarray(w), jnp.asarray(h), None))
     kept = np.arange(64) != 40
-    alone = dequantize(gptq(jnp.asarray(w[:, kept]), jnp.asarray(h[kept][:, kept]), None))
+    alone = dequantize(round_by_gptq(jnp.asarray(w[:, kept]), jnp.asarray(h[kept][:, kept]), None))
     np.testing.assert_array_equal(weight[:, kept], alone)
     step = np.abs(alone).max(axis=1) / 7
     assert (np.abs(weight[:, 40] - 1) <= 0.51 * step).all()
@@ -124,11 +125,13 @@ def test_act_order() -> None:
 def test_gptq_refusals() -> None:
     w, h = problem(4, 32)
     with pytest.raises(ValueError, match="second_moment must be positive semidefinite"):
-        gptq(jnp.asarray(w), -10 * jnp.asarray(h) + 20 * jnp.diag(jnp.diag(jnp.asarray(h))), 32)
+        round_by_gptq(
+            jnp.asarray(w), -10 * jnp.asarray(h) + 20 * jnp.diag(jnp.diag(jnp.asarray(h))), 32
+        )
     with pytest.raises(ValueError, match="group_size must be 32, 64, 128 or None"):
-        gptq(jnp.asarray(w), jnp.asarray(h), 16)
+        round_by_gptq(jnp.asarray(w), jnp.asarray(h), 16)
     with pytest.raises(ValueError, match="bits must be 8, 4, 3 or 2, got 5"):
-        gptq(jnp.asarray(w), jnp.asarray(h), 32, bits=5)
+        round_by_gptq(jnp.asarray(w), jnp.asarray(h), 32, bits=5)
 
 
 # Thousands of columns are one rolled loop: the program does not grow with them.

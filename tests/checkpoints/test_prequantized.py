@@ -14,16 +14,10 @@ import numpy as np
 import pytest
 
 import specjax
-from checkpoints_tools.convert import convert
+from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load
-from pallas_kernels.formats import (
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Weight,
-    dequantize,
-    plain_values,
-)
+from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight, Weight
+from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.params import Params
 from tests.checkpoints.test_convert import assert_same
 from tests.support import packers

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from checkpoints_tools.loading import load, load_tokenizer
-from checkpoints_tools.quantize import quantize
-from checkpoints_tools.quantize.calibration import calibration_tokens
-from checkpoints_tools.quantize.recipe import Recipe
-from checkpoints_tools.quantize.rtn import round_clipped, round_to_nearest
-from pallas_kernels import formats
+from checkpoints_tools.quantization import quantize
+from checkpoints_tools.quantization.calibration import calibration_tokens
+from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.rtn import round_clipped, round_to_nearest
+from pallas_kernels import formats, weight_values
 from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
@@ -39,7 +39,7 @@ SHAPES = ((1, 1), (3, 172), (2, 256), (5, 300))
 few = settings(max_examples=40, deadline=None)
 
 pack, unpack, dequantize = (
-    jax.jit(function) for function in (formats.pack, formats.unpack, formats.dequantize)
+    jax.jit(function) for function in (formats.pack, formats.unpack, weight_values.dequantize)
 )
 
 shapes = st.sampled_from(SHAPES)

@@ -13,11 +13,11 @@ import pytest
 
 from checkpoints_tools import checkpoint
 from checkpoints_tools.loading import load
-from checkpoints_tools.quantize import quantize
-from checkpoints_tools.quantize.from_files import quantize_checkpoint
-from checkpoints_tools.quantize.layerwise import quantize_layers
-from checkpoints_tools.quantize.recipe import Recipe
-from checkpoints_tools.quantize.working_folder import WorkingFolder
+from checkpoints_tools.quantization import quantize
+from checkpoints_tools.quantization.from_files import quantize_checkpoint
+from checkpoints_tools.quantization.layerwise import quantize_layers
+from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.working_folder import WorkingFolder
 from specjax.model.params import Params, stored
 from specjax.model.weight_names import named_weights
 from tests.conftest import ROOT
@@ -28,8 +28,8 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (3, 24))
 KILLED = """
 import os, signal, sys
 import numpy as np
-from checkpoints_tools.quantize import from_files
-from checkpoints_tools.quantize.working_folder import WorkingFolder
+from checkpoints_tools.quantization import from_files
+from checkpoints_tools.quantization.working_folder import WorkingFolder
 
 class Killed(WorkingFolder):
     def keep(self, index, layer, hidden):

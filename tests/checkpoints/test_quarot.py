@@ -13,11 +13,12 @@ import pytest
 
 import specjax
 from checkpoints_tools.loading import load
-from checkpoints_tools.quantize import quantize
-from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
-from checkpoints_tools.quantize.quarot import random_signs
-from checkpoints_tools.quantize.recipe import Recipe
-from pallas_kernels.formats import plain_values, plain_weight
+from checkpoints_tools.quantization import quantize
+from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
+from checkpoints_tools.quantization.quarot import random_signs
+from checkpoints_tools.quantization.recipe import Recipe
+from pallas_kernels.formats import plain_weight
+from pallas_kernels.weight_values import plain_values
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import LINEARS, Layer, Linear, Params
 from specjax.model.transformer import forward

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specjax
-from specjax.files.digest import digest
+from specjax.files.digests import digest
 
 TINY = Path(specjax.__file__).parent / "models" / "tiny"
 TEMPLATE = (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel
 from specjax.generation.decoding import start
 from specjax.model.params import Linear

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import specjax
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from specjax import planning
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Linear, Params, stored

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from specjax.generation.decoding import start
 from specjax.speculation.rounds import step
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts

@@ -18,7 +18,7 @@ import pytest
 from scipy import stats
 
 import specjax
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from specjax import (
     Adaptive,
     Combined,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import specjax
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from pallas_kernels import attention_reference
 from specjax import DraftModel, MultiLevel
 from specjax.drafting.lookahead import Lookahead

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools.quantize.rtn import round_to_nearest
+from checkpoints_tools.quantization.rtn import round_to_nearest
 from pallas_kernels.attention import attention
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm

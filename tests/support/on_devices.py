@@ -19,9 +19,9 @@ import numpy as np
 
 import specjax
 from benchmarks.memory.parallel import collectives, device_bytes
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from specjax.evaluation.likelihood import log_likelihoods
-from specjax.evaluation.scoring import score
+from specjax.evaluation.scoring import score_tokens
 from specjax.generation.decoding import start
 from specjax.model.parallel import mesh, shard
 from specjax.model.params import LINEARS
@@ -173,7 +173,7 @@ def likelihoods() -> None:
     pairs = [(text[:2], text[2:]) for text in texts]
     for options in ({"rows": 4}, {"rows": 2, "cache_bits": 8, "activation": "a4"}):
         _same(*(log_likelihoods(params, pairs, **options) for params in (RTN, divided)))
-    _same(*(score(params, jnp.array([texts[1]])) for params in (RTN, divided)))
+    _same(*(score_tokens(params, jnp.array([texts[1]])) for params in (RTN, divided)))
 
 
 def bytes_per_device() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_tools.quantize import quantize
+from checkpoints_tools.quantization import quantize
 from pallas_kernels.formats import plain_weight
 from specjax.model.config import ModelConfig
 from specjax.model.params import Layer, Linear, Params, linear_shapes

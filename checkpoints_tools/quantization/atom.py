@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_tools.quantize.calibration import InputStatistics, LayerStatistics
-from checkpoints_tools.quantize.rtn import round_to_nearest
-from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, plain_values
+from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
+from checkpoints_tools.quantization.rtn import round_to_nearest
+from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized
+from pallas_kernels.weight_values import plain_values
 from specjax.model.params import Layer, Linear
 
 OUTLIERS = 128

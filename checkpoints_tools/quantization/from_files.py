@@ -21,13 +21,13 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.convert import collect
+from checkpoints_tools.conversion import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.loading import locate, read
-from checkpoints_tools.quantize import check_calibration
-from checkpoints_tools.quantize.layerwise import Watcher, quantize_layers, quantized_config
-from checkpoints_tools.quantize.recipe import Recipe
-from checkpoints_tools.quantize.working_folder import WorkingFolder
+from checkpoints_tools.quantization import check_calibration
+from checkpoints_tools.quantization.layerwise import Watcher, quantize_layers, quantized_config
+from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.working_folder import WorkingFolder
 from pallas_kernels import cpu
 from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import Weight

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
-from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
-from checkpoints_tools.quantize.recipe import Recipe
+from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
+from checkpoints_tools.quantization.recipe import Recipe
 from pallas_kernels.formats import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params, held

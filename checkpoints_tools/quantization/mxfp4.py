@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from checkpoints_tools.quantize.rows import over_rows
+from checkpoints_tools.quantization.rows import over_rows
 from pallas_kernels.formats import MXFP4_GROUP, Mxfp4Weight, mxfp4_from_codes
 
 ROUNDINGS = ("floor", "even")

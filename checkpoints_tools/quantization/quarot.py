@@ -27,15 +27,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import (
-    Bfloat16Weight,
-    Quantized,
-    Weight,
-    plain_values,
-    plain_weight,
-)
+from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, plain_weight
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.rounding import round_to
+from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.params import Layer, Linear
 

@@ -15,11 +15,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from checkpoints_tools.quantize.atom import WEIGHT_CLIP, mix_precisions
-from checkpoints_tools.quantize.calibration import InputStatistics
-from checkpoints_tools.quantize.gptq import gptq
-from checkpoints_tools.quantize.mxfp4 import cast_to_mxfp4
-from checkpoints_tools.quantize.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
+from checkpoints_tools.quantization.atom import WEIGHT_CLIP, mix_precisions
+from checkpoints_tools.quantization.calibration import InputStatistics
+from checkpoints_tools.quantization.gptq import round_by_gptq
+from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
+from checkpoints_tools.quantization.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
 from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, check_group_size
 
 TRANSFORMS = ("quarot", "awq", "atom", "act-order")  # in the order in which they apply
@@ -140,12 +140,12 @@ class Recipe:
 
     def _gptq(self, weight: jax.Array, statistics: InputStatistics) -> Quantized:
         if not self.has("act-order"):
-            return self._round_by_gptq(weight, statistics)
+            return self._gptq_in_order(weight, statistics)
         order = jnp.argsort(-jnp.diagonal(statistics.second_moment)).astype(jnp.int32)
-        stored = self._round_by_gptq(weight[:, order], statistics.take(order))
+        stored = self._gptq_in_order(weight[:, order], statistics.take(order))
         return dataclasses.replace(stored, order=order)
 
-    def _round_by_gptq(self, weight: jax.Array, statistics: InputStatistics) -> IntegerWeight:
+    def _gptq_in_order(self, weight: jax.Array, statistics: InputStatistics) -> IntegerWeight:
         ratio = None if self.rounding == "gptq-clip" else WEIGHT_CLIP if self.has("atom") else 1.0
         moment = statistics.second_moment
-        return gptq(weight, moment, self.group_size, bits=self.bits, ratio=ratio)
+        return round_by_gptq(weight, moment, self.group_size, bits=self.bits, ratio=ratio)

@@ -22,9 +22,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from checkpoints_tools.quantize.calibration import InputStatistics, LayerStatistics
-from pallas_kernels.formats import Quantized, dequantize
+from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
+from pallas_kernels.formats import Quantized
 from pallas_kernels.rounding import round_to
+from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
 from specjax.model.params import Layer, Linear
 

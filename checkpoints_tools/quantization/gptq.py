@@ -24,8 +24,8 @@ import numpy as np
 import scipy.linalg
 from jax import lax
 
-from checkpoints_tools.quantize.rows import over_rows
-from checkpoints_tools.quantize.rtn import (
+from checkpoints_tools.quantization.rows import over_rows
+from checkpoints_tools.quantization.rtn import (
     IntegerWeight,
     check_options,
     from_integers,
@@ -38,7 +38,7 @@ DAMPING = 0.01  # of the mean of H's diagonal, added to the diagonal
 _BLOCK = 128  # columns at a time where all of a row's inputs share one scale
 
 
-def gptq(
+def round_by_gptq(
     weight: jax.Array,
     second_moment: jax.Array,
     group_size: int | None = 128,

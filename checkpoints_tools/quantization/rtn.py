@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_tools.quantize.rows import over_rows
+from checkpoints_tools.quantization.rows import over_rows
 from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,

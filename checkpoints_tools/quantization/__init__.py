@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_tools.quantize.calibration import check_tokens
-from checkpoints_tools.quantize.layerwise import quantize_layers, quantized_config
-from checkpoints_tools.quantize.recipe import Recipe
+from checkpoints_tools.quantization.calibration import check_tokens
+from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
+from checkpoints_tools.quantization.recipe import Recipe
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params, prepack_weight
 from specjax.model.weight_names import named_weights, params_from_weights

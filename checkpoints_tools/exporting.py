@@ -32,10 +32,10 @@ from pallas_kernels.formats import (
     Quantized,
     Weight,
     integers,
-    plain_values,
     unpack,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.weight_values import plain_values
 from specjax.files.atomic_directory import replacing
 from specjax.model.params import Params
 from specjax.model.weight_names import HEAD, is_block_matrix, named_weights

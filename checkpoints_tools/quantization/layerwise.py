@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_tools.quantize import quarot
-from checkpoints_tools.quantize.atom import sort_hidden
-from checkpoints_tools.quantize.awq import scale_layer
-from checkpoints_tools.quantize.calibration import (
+from checkpoints_tools.quantization import quarot
+from checkpoints_tools.quantization.atom import sort_hidden
+from checkpoints_tools.quantization.awq import scale_layer
+from checkpoints_tools.quantization.calibration import (
     LayerStatistics,
     advance,
     embed,
@@ -28,8 +28,9 @@ from checkpoints_tools.quantize.calibration import (
     observe,
     observe_head,
 )
-from checkpoints_tools.quantize.recipe import Recipe
-from pallas_kernels.formats import Quantized, Weight, plain_values
+from checkpoints_tools.quantization.recipe import Recipe
+from pallas_kernels.formats import Quantized, Weight
+from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.params import LINEARS, Layer, Linear
 from specjax.model.weight_names import HEAD, layer_from_weights, layer_weights

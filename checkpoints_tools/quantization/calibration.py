@@ -22,11 +22,12 @@ import numpy as np
 from jax import lax
 
 from checkpoints_tools.tokenizer import Tokenizer
-from pallas_kernels.formats import Bfloat16Weight, Weight, is_format, take_rows
+from pallas_kernels.formats import Bfloat16Weight, Weight, is_format
+from pallas_kernels.weight_values import take_rows
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, held, linear_shapes
-from specjax.model.transformer import LinearInputs, block, norm, rope_angles
+from specjax.model.transformer import LinearInputs, block, norm, pass_context
 
 # Which linear layers read each of `LinearInputs`.
 READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -185,8 +186,7 @@ def _run(
     b, t, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(t), (b, t))
     cache = KVCache.create(config, b, t)
-    rope = rope_angles(config, positions)
-    y, _, inputs = block(layer, x, index, rope, positions, cache, None, "a16", config)
+    y, _, inputs = block(layer, index, x, cache, pass_context(config, positions))
     return y, inputs
 
 
