@@ -23,12 +23,10 @@ from pallas_kernels.formats import int4_from_integers
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, Linear, linear_shapes
 from specjax.model.transformer import (
-    _add,
-    _attention_block,
-    _mlp_block,
+    block,
     linear,
     norm,
-    rope_angles,
+    pass_context,
 )
 from specjax.model.transformer import forward as unrolled
 
@@ -60,18 +58,17 @@ def _scanned(
 ) -> tuple[jax.Array, KVCache]:
     """`forward` with the blocks under one scan."""
     config = params.config
-    rope = rope_angles(config, positions)
+    context = pass_context(config, positions)
 
-    def block(x: jax.Array, layer_and_cache: Any) -> tuple[jax.Array, Any]:
+    def one(x: jax.Array, layer_and_cache: Any) -> tuple[jax.Array, Any]:
         layer, keys, values = layer_and_cache
         own = KVCache((keys,), (values,), cache.lengths)
-        mixed, own = _attention_block(layer, x, 0, rope, positions, own, None, "a16", config)
-        x = _add(x, mixed)
-        return _add(x, _mlp_block(layer, x, "a16", config)), (own.keys[0], own.values[0])
+        x, own, _ = block(layer, 0, x, own, context)
+        return x, (own.keys[0], own.values[0])
 
     x = params.embedding[tokens]
     caches = (jnp.stack(cache.keys), jnp.stack(cache.values))
-    x, caches = jax.lax.scan(block, x, (stacked, *caches))
+    x, caches = jax.lax.scan(one, x, (stacked, *caches))
     x = norm(x, params.final_norm, config, x.dtype)
     logits = linear(x, params.head, "a16")
     return logits, KVCache(tuple(caches[0]), tuple(caches[1]), cache.lengths)

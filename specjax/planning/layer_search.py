@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation
-from pallas_kernels.formats import take_rows
+from pallas_kernels.weight_values import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, Params
-from specjax.model.transformer import block, linear, norm, rope_angles
+from specjax.model.transformer import block, linear, norm, pass_context
 from specjax.planning.speed import LONGEST, Level, best_draft_lengths, speedup
 from specjax.speculation.sampling import greedy
 
@@ -153,8 +153,8 @@ def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: Activation
     rows, width, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
     cache = KVCache.create(config, rows, width)
-    rope = rope_angles(config, positions)
-    return block(layer, x, 0, rope, positions, cache, None, activation, config)[0]
+    context = pass_context(config, positions, activation=activation)
+    return block(layer, 0, x, cache, context)[0]
 
 
 @partial(jax.jit, static_argnames="activation")

@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints_tools.huggingface_config import read_config
 from specjax.model.config import ModelConfig, RopeScaling
-from specjax.model.transformer import rope_frequencies
+from specjax.model.rope import rope_frequencies
 from tests.support import hf_directories
 
 LLAMA3 = {
