@@ -15,7 +15,7 @@ import specjax
 from specjax.commands.drafters import add_drafter, make_drafter
 from specjax.commands.files import check_picture, pyplot, read_prompts, write_json
 from specjax.commands.options import add_cache_bits, add_model, add_quantize, load_target
-from specjax.evaluation import TASKS, Fidelity, Progress, evaluate, fidelity, perplexity
+from specjax.evaluation import TASKS, Fidelity, TaskProgress, evaluate, fidelity, perplexity
 from specjax.evaluation.table import Row, fidelity_rows, format_table
 
 
@@ -172,7 +172,7 @@ def _table(options: argparse.Namespace) -> None:
 def _table_rows(options: argparse.Namespace, name: str, model: str) -> list[Row]:
     with _bar() as show:
 
-        def progress(method: str, state: Progress) -> None:
+        def progress(method: str, state: TaskProgress) -> None:
             show(state._replace(task=f"{name} {method} {state.task}"))
 
         rows = fidelity_rows(
@@ -202,7 +202,7 @@ def _bar() -> Iterator[Any]:
     """What shows how far each task is: items, time left, tokens per second, acceptance."""
     with tqdm(unit="item", leave=False) as bar:
 
-        def show(state: Progress) -> None:
+        def show(state: TaskProgress) -> None:
             if bar.desc != f"{state.task}: ":
                 bar.reset(state.total)
                 bar.initial = state.done - 1

@@ -1,10 +1,10 @@
 """How good a model is: whole task sets, perplexity, and what low precision costs."""
 
-from specjax.evaluation.evaluate import Progress as Progress
-from specjax.evaluation.evaluate import TaskResult as TaskResult
-from specjax.evaluation.evaluate import evaluate as evaluate
-from specjax.evaluation.fidelity import Fidelity as Fidelity
-from specjax.evaluation.fidelity import fidelity as fidelity
-from specjax.evaluation.perplexity import Perplexity as Perplexity
-from specjax.evaluation.perplexity import perplexity as perplexity
+from specjax.evaluation.activation_fidelity import Fidelity as Fidelity
+from specjax.evaluation.activation_fidelity import fidelity as fidelity
+from specjax.evaluation.sliding_windows import Perplexity as Perplexity
+from specjax.evaluation.sliding_windows import perplexity as perplexity
+from specjax.evaluation.task_sets import TaskProgress as TaskProgress
+from specjax.evaluation.task_sets import TaskResult as TaskResult
+from specjax.evaluation.task_sets import evaluate as evaluate
 from specjax.evaluation.tasks import TASKS as TASKS

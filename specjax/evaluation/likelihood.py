@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
-from specjax.evaluation.scoring import judge
+from specjax.evaluation.scoring import score_logits
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import blank_rows, check_rows, on_mesh, readable, whole_rows
@@ -171,8 +171,8 @@ def _read_chunk(
 ) -> tuple[tuple[jax.Array, jax.Array] | None, KVCache]:
     """The next tokens of every row, and what comes after them: int32[B, T + 1].
 
-    Returns the scores of tokens[:, 1:], f32[B, T] and int32[B, T] as `judge` gives them, if they
-    are wanted; and the cache with tokens[:, :-1] in it.
+    Returns the scores of tokens[:, 1:], f32[B, T] and int32[B, T] as `score_logits` gives them, if
+    they are wanted; and the cache with tokens[:, :-1] in it.
     """
 
     def read(params: Params, tokens: jax.Array, cache: KVCache) -> Any:
@@ -180,7 +180,7 @@ def _read_chunk(
         positions = cache.lengths[:, None] + jnp.arange(known.shape[1])
         logits, cache = forward(params, known, positions, cache, activation=activation)
         cache = cache.with_lengths(cache.lengths + known.shape[1])
-        return judge(logits, tokens[:, 1:]) if wanted else None, cache
+        return score_logits(logits, tokens[:, 1:]) if wanted else None, cache
 
     return on_mesh(read, params.mesh, (params,), (tokens, cache))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.reference import map_row_tiles
+from pallas_kernels.row_tiles import map_row_tiles
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, on_mesh
 from specjax.model.params import Params
@@ -17,7 +17,7 @@ from specjax.speculation.sampling import greedy
 
 
 @partial(jax.jit, static_argnames=("activation", "cache_bits"))
-def score(
+def score_tokens(
     params: Params, tokens: jax.Array, *, activation: Activation = "a16", cache_bits: int = 16
 ) -> tuple[jax.Array, jax.Array]:
     """Scores every token but the first, given those before it.
@@ -41,12 +41,12 @@ def score(
         cache = KVCache.create(params.config, rows, width, cache_bits, params.num_kv_heads)
         positions = jnp.broadcast_to(jnp.arange(width - 1), (rows, width - 1))
         logits, _ = forward(params, tokens[:, :-1], positions, cache, activation=activation)
-        return judge(logits, tokens[:, 1:])
+        return score_logits(logits, tokens[:, 1:])
 
     return on_mesh(read, params.mesh, (params,), (tokens,))
 
 
-def judge(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def score_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What logits say of the tokens that follow.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pallas_kernels.formats import Quantized
 from specjax.drafting import Autoregressive, QSpec
-from specjax.evaluation.evaluate import Progress, TaskResult, evaluate
+from specjax.evaluation.task_sets import TaskProgress, TaskResult, evaluate
 from specjax.evaluation.tasks import TASKS, WrittenTask
 from specjax.generation.text import Tokenizer
 from specjax.model.params import Params
@@ -55,7 +55,7 @@ def fidelity_rows(
     *,
     drafter: QSpec | None = None,
     out: str | Path | None = None,
-    progress: Callable[[str, Progress], None] | None = None,
+    progress: Callable[[str, TaskProgress], None] | None = None,
     **options: Any,
 ) -> Iterator[Row]:
     """The lines of one model: the four methods of a quantized one, or W16A16 alone.

@@ -19,7 +19,7 @@ import specjax
 from specjax.cli import main
 from specjax.evaluation import evaluate, perplexity
 from specjax.evaluation.runs import Results
-from specjax.evaluation.scoring import score
+from specjax.evaluation.scoring import score_tokens
 from specjax.evaluation.table import fidelity_rows, format_table
 from specjax.evaluation.tasks import TASKS as TASKS_BY_NAME
 from tests.support.random_models import CONFIG, quantized_model, random_model
@@ -68,7 +68,7 @@ def test_records_are_what_the_model_says(folder) -> None:
     assert written.records[0]["rounds"] == int(result.stats.rounds[0])
 
     option = Characters().encode("Question: count apples\nAnswer: one by one")
-    log_probs = np.asarray(score(PARAMS, jnp.array([option]))[0], np.float64)[0, -11:]
+    log_probs = np.asarray(score_tokens(PARAMS, jnp.array([option]))[0], np.float64)[0, -11:]
     np.testing.assert_allclose(chosen.records[0]["log_likelihoods"][0], log_probs.sum(), rtol=1e-5)
     right = sum(
         (record["log_likelihoods"][0] < record["log_likelihoods"][1]) == index % 2

@@ -11,7 +11,7 @@ import pytest
 
 import specjax
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
-from specjax.evaluation.scoring import judge, score
+from specjax.evaluation.scoring import score_logits, score_tokens
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
@@ -73,22 +73,22 @@ def test_neighbours_change_no_bit(activation: str) -> None:
     assert log_likelihoods(PARAMS, pairs[::-1], rows=4, activation=activation) == alone[::-1]
 
 
-# What XLA makes of a sum over the vocabulary depends on the shape of the batch; `judge` does not.
+# XLA's sums over the vocabulary depend on the shape of the batch; `score_logits` does not.
 def test_log_probabilities_do_not_depend_on_the_shape() -> None:
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(8, 9, 96)) * 3, jnp.float32)
     tokens = jnp.asarray(rng.integers(0, 96, (8, 9)))
-    whole, best = jax.jit(judge)(logits, tokens)
+    whole, best = jax.jit(score_logits)(logits, tokens)
     np.testing.assert_array_equal(best, np.argmax(logits, axis=-1))
     for rows, width in ((1, 1), (1, 5), (2, 9), (4, 5)):
-        part, _ = jax.jit(judge)(logits[:rows, :width], tokens[:rows, :width])
+        part, _ = jax.jit(score_logits)(logits[:rows, :width], tokens[:rows, :width])
         np.testing.assert_array_equal(part, whole[:rows, :width])
 
 
 # So a text that is read in chunks has the scores that it has in one pass.
 def test_chunks_change_no_bit() -> None:
     for context, continuation in _pairs()[-2:]:
-        log_probs, _ = score(PARAMS, jnp.array([context + continuation]))
+        log_probs, _ = score_tokens(PARAMS, jnp.array([context + continuation]))
         added = [
             log_likelihoods(PARAMS, [(context + continuation[:n], continuation[n : n + 1])])[0][0]
             for n in (0, len(continuation) - 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.evaluation.scoring import score
+from specjax.evaluation.scoring import score_tokens
 from specjax.generation import batch_rows
 from specjax.generation.batching import Progress, complete, decode_many
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
@@ -152,5 +152,5 @@ def test_low_precision_is_the_greedy_choice_of_the_low_pass(params) -> None:
         tokens = list(prompt)
         for _ in range(10):
             padded = jnp.array([tokens + [0] * (100 - len(tokens))])
-            tokens.append(int(score(params, padded, activation="a4")[1][0, len(tokens) - 1]))
+            tokens.append(int(score_tokens(params, padded, activation="a4")[1][0, len(tokens) - 1]))
         assert result.tokens.tolist() == tokens

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation
 from specjax.drafting import Autoregressive
-from specjax.evaluation.scoring import score
+from specjax.evaluation.scoring import score_tokens
 from specjax.generation.decoding import decode
 from specjax.model.params import Params
 
@@ -90,8 +90,8 @@ def _compare(
     places = np.arange(1, tokens.shape[1])
     starts = np.array([len(prompt) for prompt in prompts])
     written = (places >= starts[:, None]) & (places < lengths[:, None])
-    precise, _ = score(params, jnp.asarray(tokens))
-    drafted, best = score(params, jnp.asarray(tokens), activation=activation)
+    precise, _ = score_tokens(params, jnp.asarray(tokens))
+    drafted, best = score_tokens(params, jnp.asarray(tokens), activation=activation)
     probabilities = (np.exp(np.asarray(x))[written] for x in (precise, drafted))
     return *probabilities, (np.asarray(best) == tokens[:, 1:])[written]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
-from specjax.evaluation.scoring import score
+from specjax.evaluation.scoring import score_tokens
 from specjax.model.params import Params
 
 
@@ -73,7 +73,7 @@ def perplexity(
     batches = list(_batches(text, window, stride, rows))
     total, count = 0.0, 0
     for done, (batch, counted) in enumerate(batches, start=1):
-        log_probs, _ = score(params, batch, activation=activation, cache_bits=cache_bits)
+        log_probs, _ = score_tokens(params, batch, activation=activation, cache_bits=cache_bits)
         total -= float(np.sum(np.asarray(log_probs, np.float64), where=counted))
         count += int(counted.sum())
         if progress is not None:

@@ -24,7 +24,7 @@ from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Choice, ChoiceTask, Question, Task, TextTask, WrittenTask
-from specjax.files.digest import digest
+from specjax.files.digests import digest
 from specjax.files.json_lines import read_text
 from specjax.generation.batching import Completion, complete
 from specjax.generation.text import StopStrings, Tokenizer, output_text
@@ -34,7 +34,7 @@ _COUNTS = ("rounds", "drafted", "tested", "accepted", "generated")
 _AHEAD = 4  # batches of likelihoods between two records on disk
 
 
-class Progress(NamedTuple):
+class TaskProgress(NamedTuple):
     """How far a task is: its items done and in all, and what this process did of them: tokens
     written, drafts made and accepted, seconds."""
 
@@ -63,7 +63,7 @@ class TaskResult:
     metrics: dict[str, float]
     refused: int
     records: tuple[Record, ...]
-    progress: Progress
+    progress: TaskProgress
 
     def summary(self) -> Record:
         """The result in a few numbers."""
@@ -94,7 +94,7 @@ def evaluate(
     cache_bits: int = 16,
     chat: bool = False,
     out: str | Path | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TaskProgress], None] | None = None,
 ) -> list[TaskResult]:
     """Evaluates a model on task sets.
 
@@ -250,11 +250,11 @@ def _evaluate(
     task: Task,
     items: list[Any],
     results: Results,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[TaskProgress], None] | None,
 ) -> TaskResult:
     later = sum(len(item.question.later) for item in items if isinstance(item, _Prompt))
     done = sum(name == task.name for name, _ in results.records)
-    state = Progress(task.name, done, len(items) + later)
+    state = TaskProgress(task.name, done, len(items) + later)
     begun = time.perf_counter()
     records: tuple[Record, ...] = ()
     while items:
