@@ -41,7 +41,6 @@ from pallas_kernels.formats import (
     GROUP_SIZES,
     Int4Weight,
     Quantized,
-    dequantize,
     int4_from_integers,
     int8_from_integers,
     mxfp4_from_codes,
@@ -49,6 +48,7 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
 from pallas_kernels.operands import multiplicands
+from pallas_kernels.weight_values import dequantize
 
 SECONDS = 540  # what is not measured by then is left out
 SHAPES = ((192, 2300), (67, 300))  # N, K: in segments and in one; outputs for Hopper and odd

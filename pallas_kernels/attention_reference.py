@@ -4,7 +4,7 @@ Flash attention's running softmax over blocks of BLOCK slots: the cost follows t
 not the cache's capacity, and the order of every sum is fixed by the slots' own numbers. Blocks that
 a token cannot see change nothing, bit for bit, so a row's result depends neither on its neighbours
 nor on how many tokens share the call. Queries go in tiles of a fixed size for the same reason
-(`pallas_kernels.reference`).
+(`pallas_kernels.row_tiles`).
 
 In a tree every token reads the path to it as if that lay in consecutive slots, in products of the
 chain's shape; so the blocks that hold new tokens are read once per token.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cache_entries import Entries, read_block, read_slots
-from pallas_kernels.reference import ROW_TILE, over_tiles
+from pallas_kernels.row_tiles import ROW_TILE, over_tiles
 
 BLOCK = 128  # cache slots per step of the running softmax
 _MASKED = -1e30  # finite, so that a block nobody sees gives exp(0) = 1, not NaN

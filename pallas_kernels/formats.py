@@ -9,11 +9,11 @@ The columns of a weight may be stored in another order than the model's inputs, 
 one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales and zeros are those
 of the stored order.
 
-For CPUs the rows of a weight's arrays can be interleaved (`interleave`; the shapes below are those
-of a weight that is stored row by row). Whatever does not know of that takes `by_rows` first.
+For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.interleave`). The shapes
+below are those of a weight that is stored row by row.
 
-Left out on purpose: quantization recipes (`checkpoints_tools.quantize`) and arithmetic
-(`pallas_kernels.matmul`).
+Left out on purpose: the values that a weight stands for (`pallas_kernels.weight_values`),
+quantization recipes (`checkpoints_tools.quantization`) and arithmetic (`pallas_kernels.matmul`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-
-from pallas_kernels.interleave import by_rows, interleaved_rows
 
 PLANE = 128  # inputs per nibble plane
 BLOCK = 2 * PLANE  # inputs per packed block
@@ -198,23 +196,6 @@ def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
     return Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
 
 
-def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
-    """The inverse of `plain_weight`."""
-    weight = by_rows(weight)
-    if isinstance(weight, Bfloat16Weight):
-        return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
-    return weight
-
-
-def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Array:
-    """Rows of an unquantized matrix, such as the embeddings of tokens. [...] -> [..., K]."""
-    if not isinstance(weight, Bfloat16Weight):
-        return weight[indices]
-    if weight.out_features is None:
-        return plain_values(Bfloat16Weight(weight.bits[indices]))
-    return plain_values(Bfloat16Weight(interleaved_rows(weight.bits, indices, per_word=2)))
-
-
 def check_plain_columns(weight: Weight) -> None:
     """Raises ValueError for outliers or an order, which `pallas_kernels.matmul` takes care of."""
     for name in ("outliers", "order"):
@@ -362,25 +343,3 @@ def group_scales(weight: Quantized) -> jax.Array:
     # smallest are subnormal.
     bits = jnp.where(code > 1, (code - 1) << 23, jnp.uint32(1 << 21) << code)
     return jax.lax.bitcast_convert_type(jnp.where(code == 255, 0x7FC00000, bits), jnp.float32)
-
-
-def dequantize(weight: Weight) -> jax.Array:
-    """The values a weight stands for, f32[N, K], its columns in the order of the model's inputs.
-
-    They are exact for 16-bit scales.
-    """
-    if not isinstance(weight, Quantized):
-        return plain_values(weight).astype(jnp.float32)
-    weight = by_rows(weight)
-    n, k = weight.shape
-    scales = group_scales(weight)[:, :, None]
-    groups = integers(weight).astype(jnp.float32).reshape(n, scales.shape[1], -1)
-    if not isinstance(weight, Mxfp4Weight) and weight.zeros is not None:
-        groups -= weight.zeros.astype(jnp.float32)[:, :, None]
-    values = (groups * scales).reshape(n, -1)[:, :k]
-    if not isinstance(weight, Mxfp4Weight) and weight.order is not None:
-        values = jnp.zeros_like(values).at[:, weight.order].set(values)
-    if isinstance(weight, Int4Weight) and weight.outliers is not None:
-        columns, outliers = weight.outliers.columns, weight.outliers.weight
-        values = values.at[:, columns].add(dequantize(outliers))
-    return values

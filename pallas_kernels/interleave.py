@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from pallas_kernels.formats import Weight
+from pallas_kernels.formats import Weight
 
 TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors take a part of a tile
 # The arrays of a weight that have a row per output, and how many of their values are in a word.
 PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1}
 
-AnyWeight = TypeVar("AnyWeight", bound="Weight")
+AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 
 def interleave(weight: AnyWeight) -> AnyWeight:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import cpu
-from pallas_kernels.reference import map_row_tiles
 from pallas_kernels.rounding import check_float, round_to
+from pallas_kernels.row_tiles import map_row_tiles
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype"))

@@ -4,10 +4,8 @@
     a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · (qw[n, k] - zero[n, g])
                                                 the inner sum exactly, the outer in float32
 
-It is batch-invariant by construction: every product runs on tiles of ROW_TILE rows, so XLA
-compiles one shape, and with it one order of summation, however many rows there are. (Given M rows,
-XLA:CPU would choose another algorithm for M = 1 than for M = 2.) Integer sums need no such care:
-they are exact.
+The result is batch-invariant: float products run on tiles of one shape (`row_tiles`), and integer
+sums are exact in any order.
 
 Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop: as many as stay in the cache until
 they are multiplied. Without the loop XLA:CPU would unpack all layers before the first one runs,
@@ -32,14 +30,14 @@ from pallas_kernels.formats import (
     Quantized,
     Weight,
     check_plain_columns,
-    dequantize,
     e2m1_integers,
     group_scales,
     nibbles,
     padded_inputs,
 )
+from pallas_kernels.row_tiles import map_row_tiles
+from pallas_kernels.weight_values import dequantize
 
-ROW_TILE = 8
 OUTPUT_CHUNK = 256
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
@@ -77,27 +75,6 @@ def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> 
     parts = jnp.moveaxis(parts, 0, 1)  # [M, chunks, chunk]
     whole = parts[:, :-1].reshape(parts.shape[0], -1)
     return jnp.concatenate((whole, parts[:, -1, chunks * chunk - n :]), axis=1)
-
-
-def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Applies `function` to tiles of exactly ROW_TILE rows. x: [M, ...] -> [M, ...].
-
-    The rows are padded with zeros. On the CPU the tiles run one after another, so that every call
-    has the same shape; elsewhere they run side by side.
-    """
-    m = x.shape[0]
-    tiles = -(-m // ROW_TILE)
-    x = jnp.pad(x, ((0, tiles * ROW_TILE - m), *((0, 0) for _ in x.shape[1:])))
-    x = x.reshape(tiles, ROW_TILE, *x.shape[1:])
-    y = over_tiles(function, x)
-    return y.reshape(tiles * ROW_TILE, *y.shape[2:])[:m]
-
-
-def over_tiles(function: Callable, tiles: object) -> jax.Array:
-    """`function` over the leading axis: a loop on the CPU, one batched call elsewhere."""
-    return lax.platform_dependent(
-        tiles, cpu=lambda xs: lax.map(function, xs), default=jax.vmap(function)
-    )
 
 
 class _Plane(NamedTuple):

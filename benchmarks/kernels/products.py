@@ -33,9 +33,9 @@ from pallas_kernels.formats import (
     Mxfp4Weight,
     Quantized,
     Weight,
-    plain_values,
 )
 from pallas_kernels.matmul import matmul
+from pallas_kernels.weight_values import plain_values
 from specjax.model.params import prepack_weight
 
 LAYERS = {  # (K, N) of the linear layers, without repetition

@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats import Bfloat16Weight, Quantized, plain_values, plain_weight
+from pallas_kernels.formats import Bfloat16Weight, Quantized, plain_weight
+from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.params import LINEARS, Layer, Linear, Params, linear_shapes, prepack
 

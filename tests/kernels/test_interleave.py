@@ -16,17 +16,11 @@ import specjax
 from checkpoints_tools.loading import read
 from pallas_kernels import cpu
 from pallas_kernels.cpu.native import instruction_sets
-from pallas_kernels.formats import (
-    Bfloat16Weight,
-    Int4Weight,
-    Quantized,
-    Weight,
-    dequantize,
-    take_rows,
-)
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized, Weight
 from pallas_kernels.interleave import TILE, by_rows, interleave, is_interleaved
 from pallas_kernels.matmul import matmul
-from specjax.files.digest import digest
+from pallas_kernels.weight_values import dequantize, take_rows
+from specjax.files.digests import digest
 from specjax.model.params import Params, stored
 from tests.support.random_weights import FORMATS, random_rows
 from tests.support.random_weights import random_weights as make_weights

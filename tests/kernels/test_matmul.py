@@ -27,12 +27,12 @@ from pallas_kernels.formats import (
     Mxfp4Weight,
     Quantized,
     Weight,
-    dequantize,
     int4_from_integers,
     mxfp4_from_codes,
     padded_inputs,
 )
 from pallas_kernels.matmul import matmul
+from pallas_kernels.weight_values import dequantize
 from tests.support.random_weights import FORMATS, random_int4, random_rows
 from tests.support.random_weights import random_weights as make_weights
 

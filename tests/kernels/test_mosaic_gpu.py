@@ -22,12 +22,12 @@ from pallas_kernels import mosaic_gpu, reference
 from pallas_kernels.formats import (
     PLANE,
     Quantized,
-    dequantize,
     int4_from_integers,
     int8_from_integers,
     mxfp4_from_codes,
 )
 from pallas_kernels.mosaic_gpu import quantized_matmul, registers, words
+from pallas_kernels.weight_values import dequantize
 
 interprets = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="jax before 0.11 cannot interpret Mosaic GPU"

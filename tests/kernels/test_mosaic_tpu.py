@@ -18,8 +18,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import mosaic_tpu, reference
-from pallas_kernels.formats import Quantized, dequantize, int4_from_integers, mxfp4_from_codes
+from pallas_kernels.formats import Quantized, int4_from_integers, mxfp4_from_codes
 from pallas_kernels.mosaic_tpu import tiles
+from pallas_kernels.weight_values import dequantize
 from tests.support.random_weights import random_int4, random_rows, random_weights, with_outliers
 
 FORMATS = ("int4-32", "int4-64", "int4-128", "int4-channel", "int4-32-zeros", "int4-128-zeros",

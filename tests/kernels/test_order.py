@@ -16,13 +16,13 @@ from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
     Quantized,
-    dequantize,
     int4_from_integers,
     int8_from_integers,
     integers,
     pack,
 )
 from pallas_kernels.matmul import matmul
+from pallas_kernels.weight_values import dequantize
 from specjax.model.params import Linear
 from tests.support.random_models import CONFIG, random_model
 from tests.support.random_weights import random_int4, random_rows, with_outliers

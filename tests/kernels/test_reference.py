@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools.quantize.rtn import round_to_nearest
+from checkpoints_tools.quantization.rtn import round_to_nearest
 from pallas_kernels.activations import LEVELS, quantize_activations
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import dequantize
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
+from pallas_kernels.weight_values import dequantize
 
 
 def _normal(*shape: int, seed: int = 0) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, triton_gpu
-from pallas_kernels.formats import dequantize
+from pallas_kernels.weight_values import dequantize
 from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight
 
 FORMATS = ("int4 128 zeros", "int4 32 zeros", "int4 None zeros", "mxfp4", "int8 64", "int8 None")

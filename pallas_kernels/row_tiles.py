@@ -1,0 +1,41 @@
+"""Work on rows in tiles of one shape, which makes a result batch-invariant.
+
+XLA compiles one program per shape and chooses an order of summation for it: given M rows, XLA:CPU
+takes another algorithm for M = 1 than for M = 2. Here every call has ROW_TILE rows, however many
+rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROW_TILE = 8
+
+Tiles = TypeVar("Tiles")  # an array or a tree of arrays
+
+
+def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Applies `function` to tiles of exactly ROW_TILE rows. x: [M, ...] -> [M, ...].
+
+    The rows are padded with zeros. On the CPU the tiles run one after another, so that every call
+    has the same shape; elsewhere they run side by side.
+    """
+    m = x.shape[0]
+    tiles = -(-m // ROW_TILE)
+    x = jnp.pad(x, ((0, tiles * ROW_TILE - m), *((0, 0) for _ in x.shape[1:])))
+    x = x.reshape(tiles, ROW_TILE, *x.shape[1:])
+    y = over_tiles(function, x)
+    return y.reshape(tiles * ROW_TILE, *y.shape[2:])[:m]
+
+
+def over_tiles(function: Callable[[Tiles], jax.Array], tiles: Tiles) -> jax.Array:
+    """`function` over the leading axis: a loop on the CPU, one batched call elsewhere."""
+    y: jax.Array = lax.platform_dependent(
+        tiles, cpu=lambda xs: lax.map(function, xs), default=jax.vmap(function)
+    )
+    return y
