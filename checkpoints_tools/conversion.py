@@ -1,27 +1,32 @@
-"""From a Hugging Face directory to the library's own checkpoint, quantized on the way.
+"""`convert`: from a model on disk to the library's own checkpoint, quantized on the way if asked.
 
-The source is read one layer at a time and each is quantized before the next is read, so that the
-whole needs the memory of the quantized model, one layer and one shard, not of the original.
+A Hugging Face source is read one layer at a time, and each layer is quantized before the next is
+read. The conversion needs memory for the quantized model, one layer and one shard, not for the
+original. A quantization that was killed resumes (`quantization.resumable`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
+from checkpoints_tools.loading import collect, locate, read
+from checkpoints_tools.quantization import check_calibration
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.resumable import ResumableRun, run_key
 from pallas_kernels.formats import Weight
 from specjax.model.config import ModelConfig
-from specjax.model.params import Params, held
-from specjax.model.weight_names import params_from_weights
+from specjax.model.params import Params
+from specjax.model.weight_names import named_weights
 
 
 def convert(
@@ -30,72 +35,114 @@ def convert(
     *,
     quantization: str | None = None,
     group_size: int | None = 128,
+    bits: int = 4,
     lm_head: bool = False,
     dtype: str | None = None,
+    calibration: ArrayLike | None = None,
     progress: bool = True,
 ) -> None:
-    """Writes the checkpoint `out` from the Hugging Face directory `source`.
+    """Writes the checkpoint `out` from the model at `source`, quantized if asked.
 
-    A process killed at any moment leaves `out` as it was.
+    A process killed at any moment leaves `out` as it was. A killed quantization also leaves a
+    hidden folder beside `out`, from which the next call with the same arguments resumes. Such
+    folders are removed once `out` is whole.
 
     Args:
-      source: a directory with config.json and safetensors.
+      source: a Hugging Face directory, which is read one layer at a time; or a specjax checkpoint
+        or the name of a model that ships with the library, which are held in memory.
       out: the directory to make, or a specjax checkpoint to replace.
-      quantization: None to keep the weights as they are, or a method of `specjax.quantize` that
-        needs no calibration, such as "rtn". Weights are quantized from the precision in which
-        `source` has them.
-      group_size: inputs per scale: 32, 64, 128 or None (one scale per output).
+      quantization: a method of `specjax.quantize`, such as "rtn", or None to keep the weights as
+        they are. Weights are quantized from the precision in which `source` has them.
+      group_size: as for `specjax.quantize`.
+      bits: as for `specjax.quantize`.
       lm_head: quantize the output projection too.
-      dtype: of what is not quantized and of the activations, "bfloat16" or "float32"; None for what
-        `source` says (bfloat16 for a model in float16).
-      progress: show a bar with the tensors and bytes read and the memory in use.
+      dtype: of activations and of weights that are not quantized, "bfloat16" or "float32"; None
+        for the dtype of `source` (bfloat16 for a model in float16).
+      calibration: int32[S, T], S sequences of T tokens, for the methods that need them
+        (`specjax.calibration_tokens` makes them from text).
+      progress: show a progress bar.
 
     Raises:
       FileNotFoundError: `source` or a part of it is missing.
-      ValueError: `source` is no model that can be read, `out` is something else than a checkpoint,
-        or an option is unknown.
+      ValueError: `source` cannot be read or is quantized already, `out` exists and is not a
+        checkpoint, an option is unknown or does not suit the model, or another process is making
+        `out`.
       OSError: `out` cannot be written, for instance because the disk is full.
     """
-    checkpoint.check_target(out)
-    recipe = None if quantization is None else Recipe(quantization, group_size)
-    if recipe is not None and recipe.needs_calibration:
-        raise ValueError(
-            f"quantization {quantization!r} needs calibration text: use specjax quantize"
-        )
-    if recipe is None and lm_head:
-        raise ValueError("lm_head=True needs a quantization, got None")
-    original = open_checkpoint(source)
-    weights: Iterator[tuple[str, Weight]] = (
-        _with_progress(original) if progress else original.weights()
+    target = Path(out)
+    checkpoint.check_target(target)
+    if quantization is not None:
+        recipe = Recipe(quantization, group_size, bits)
+        _quantize(locate(source), target, recipe, lm_head, dtype, calibration, progress)
+        return
+    if lm_head or bits != 4 or calibration is not None:
+        raise ValueError("lm_head, bits and calibration need a quantization, got None")
+    path = locate(source)
+    checkpoint.save(_read(path, dtype, progress), target, tokenizer_dir=path)
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    method: str = "rtn",
+    *,
+    group_size: int | None = 128,
+    bits: int = 4,
+    lm_head: bool = False,
+    dtype: str | None = None,
+    calibration: ArrayLike | None = None,
+    progress: bool = True,
+) -> None:
+    """The same as `convert(source, out, quantization=method, …)`."""
+    convert(
+        source,
+        out,
+        quantization=method,
+        group_size=group_size,
+        bits=bits,
+        lm_head=lm_head,
+        dtype=dtype,
+        calibration=calibration,
+        progress=progress,
     )
+
+
+def _quantize(
+    path: Path,
+    out: Path,
+    recipe: Recipe,
+    lm_head: bool,
+    dtype: str | None,
+    calibration: ArrayLike | None,
+    progress: bool,
+) -> None:
+    config, weights = _open(path, dtype)
+    tokens = check_calibration(recipe, calibration, config)
+    key = run_key(path, config, recipe, lm_head, tokens)
+    with ResumableRun(out, key, config, recipe, tokens, progress) as run:
+        quantized = quantize_layers(
+            weights, config, recipe, lm_head=lm_head, tokens=tokens, watcher=run
+        )
+        params = collect(quantized, quantized_config(config, recipe, lm_head))
+        checkpoint.save(params, out, tokenizer_dir=path)
+
+
+def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[str, Weight]]]:
+    """The configuration and the weights of a model on disk."""
+    if checkpoint.is_checkpoint(path):
+        params = read(path, dtype=dtype)
+        return params.config, named_weights(params).items()
+    original = open_checkpoint(path)
     config = original.config
-    if dtype is not None:
-        config = dataclasses.replace(config, dtype=dtype)
-    if recipe is not None:
-        weights = quantize_layers(weights, config, recipe, lm_head=lm_head)
-        config = quantized_config(config, recipe, lm_head)
-    checkpoint.save(collect(weights, config, None), out, tokenizer_dir=Path(source))
+    return config if dtype is None else dataclasses.replace(config, dtype=dtype), original.weights()
 
 
-def collect(
-    weights: Iterator[tuple[str, Weight]], config: ModelConfig, dtype: str | None
-) -> Params:
-    """The model made of `weights`, those that are plain arrays rounded to the model's dtype.
-
-    Args:
-      weights: names and weights, all that `config` asks for.
-      config: of the model.
-      dtype: replaces the dtype of `config` unless it is None.
-
-    Returns:
-      The model.
-
-    Raises:
-      ValueError: `dtype` is not supported, or from `weights`.
-    """
-    if dtype is not None:
-        config = dataclasses.replace(config, dtype=dtype)
-    return params_from_weights(config, {name: held(w, config.dtype) for name, w in weights})
+def _read(path: Path, dtype: str | None, progress: bool) -> Params:
+    """A model on disk as it is, with a bar while a Hugging Face directory is read."""
+    if checkpoint.is_checkpoint(path) or not progress:
+        return read(path, dtype=dtype)
+    original = open_checkpoint(path)
+    return collect(_with_progress(original), original.config, dtype)
 
 
 def _with_progress(original: Checkpoint) -> Iterator[tuple[str, Weight]]:

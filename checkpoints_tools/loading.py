@@ -7,18 +7,23 @@ Hugging Face directory, which is read as it is; its layers may be quantized alre
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from jax.sharding import Mesh
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.conversion import collect
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
+from pallas_kernels.formats import Weight
+from specjax.files.atomic_directory import recover
 from specjax.model import parallel
-from specjax.model.params import Params, prepack
+from specjax.model.config import ModelConfig
+from specjax.model.params import Params, held, prepack
+from specjax.model.weight_names import params_from_weights
 
 SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
 SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"
@@ -67,6 +72,27 @@ def read(
     return params
 
 
+def collect(
+    weights: Iterable[tuple[str, Weight]], config: ModelConfig, dtype: str | None = None
+) -> Params:
+    """The model made of `weights`, with plain arrays rounded to the model's dtype.
+
+    Args:
+      weights: names and weights, all that `config` asks for.
+      config: the model's.
+      dtype: replaces the dtype of `config` unless it is None.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: `dtype` is not supported, or from `weights`.
+    """
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    return params_from_weights(config, {name: held(w, config.dtype) for name, w in weights})
+
+
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a model.
 
@@ -86,7 +112,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 def locate(source: str | os.PathLike[str]) -> Path:
     """The directory of a source. Raises FileNotFoundError if there is none."""
     path = SHIPPED_PATH / source if source in SHIPPED else Path(source)
-    checkpoint.recover(path)
+    recover(path)
     if not path.is_dir():
         raise FileNotFoundError(
             f"no such directory: {path}; give a directory or a model that ships with specjax "

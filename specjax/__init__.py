@@ -34,12 +34,11 @@ from specjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkpoints_tools.checkpoint import save
-    from checkpoints_tools.conversion import convert
+    from checkpoints_tools.conversion import convert, quantize_checkpoint
     from checkpoints_tools.exporting import export
     from checkpoints_tools.loading import load, load_tokenizer
     from checkpoints_tools.quantization import quantize
     from checkpoints_tools.quantization.calibration import calibration_tokens
-    from checkpoints_tools.quantization.from_files import quantize_checkpoint
 
 __all__ = [
     "Adaptive",
@@ -90,7 +89,7 @@ _TOOLS = {
     "load": "checkpoints_tools.loading",
     "load_tokenizer": "checkpoints_tools.loading",
     "quantize": "checkpoints_tools.quantization",
-    "quantize_checkpoint": "checkpoints_tools.quantization.from_files",
+    "quantize_checkpoint": "checkpoints_tools.conversion",
     "save": "checkpoints_tools.checkpoint",
 }
 

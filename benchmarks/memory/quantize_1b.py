@@ -1,9 +1,9 @@
 """What quantizing a model of a billion parameters costs, and that a killed run ends the same.
 
 Random weights in the shape of Llama 3.2 1B (those of `convert_1b`) are quantized by
-`specjax quantize`, every method in a process of its own, the calibrated ones on 16 sequences of 512
-tokens of WikiText-2. The claims: each method stays within its time and within 6 GB, and a run
-that is killed halfway and started again writes the same arrays bit for bit.
+`specjax convert --quantize`, every method in a process of its own, the calibrated ones on 16
+sequences of 512 tokens of WikiText-2. The claims: each method stays within its time and within
+6 GB, and a run that is killed halfway and started again writes the same arrays bit for bit.
 
     python -m benchmarks.memory.quantize_1b /tmp/quantize_1b --kill gptq --json result.json
 """
@@ -71,8 +71,8 @@ def main() -> int:
 
 
 def _arguments(source: Path, method: str, data: Path) -> list[str]:
-    """Of `specjax quantize`, all but where the checkpoint goes."""
-    arguments = ["quantize", str(source), "--method", method]
+    """The arguments of `specjax convert`, without where the checkpoint goes."""
+    arguments = ["convert", str(source), "--quantize", method]
     if Recipe(method).needs_calibration:
         arguments += ["--calibration", str(data / "texts" / "wikitext2_valid.txt")]
         arguments += ["--sequences", str(SEQUENCES), "--length", str(LENGTH)]

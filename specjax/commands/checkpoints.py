@@ -1,4 +1,4 @@
-"""`specjax convert`, `quantize` and `export`: from one directory to another."""
+"""`specjax convert`, its synonym `quantize`, and `export`: from one directory to another."""
 
 from __future__ import annotations
 
@@ -15,20 +15,34 @@ from specjax.commands.options import add_group_size
 def add(commands: Any) -> None:
     """Adds the commands to a parser's."""
     _add_convert(
-        commands.add_parser("convert", help="Hugging Face directory -> specjax checkpoint")
+        commands.add_parser("convert", help="a model -> specjax checkpoint, quantized on request")
     )
-    _add_quantize(commands.add_parser("quantize", help="a model -> quantized specjax checkpoint"))
+    synonym = "the same as convert; without --quantize, the method is rtn"
+    _add_convert(commands.add_parser("quantize", help=synonym, description=synonym), quantize="rtn")
     _add_export(commands.add_parser("export", help="specjax checkpoint -> Hugging Face directory"))
 
 
-def _add_convert(parser: argparse.ArgumentParser) -> None:
+def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -> None:
+    """The options of convert; `quantize` is the default method."""
     add = parser.add_argument
-    add("source", type=Path, help="Hugging Face directory")
+    add("source", help="Hugging Face directory, specjax checkpoint, or the name of a model")
     add("out", type=Path, help="where the checkpoint goes")
-    add("--quantization", metavar="METHOD", help="rtn, mxfp4, int8 …: see specjax quantize")
+    add(
+        "--quantize",
+        metavar="METHOD",
+        default=quantize,
+        help="rtn, rtn-clip, int8, mxfp4, mxfp4-even; with calibration text: gptq, "
+        "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others",
+    )
+    for old in ("--quantization", "--method"):
+        add(old, dest="quantize", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_group_size(parser)
+    add("--bits", type=int, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
     add("--lm-head", action="store_true", help="quantize the output head too")
-    add("--dtype", choices=("bfloat16", "float32"), help="of what stays unquantized")
+    add("--dtype", choices=("bfloat16", "float32"), help="of weights that stay unquantized")
+    add("--calibration", type=Path, metavar="FILE", help="a file of calibration text")
+    add("--sequences", type=int, default=16, help="sequences taken from the calibration text")
+    add("--length", type=int, default=512, help="tokens in each")
     parser.set_defaults(run=_convert)
 
 
@@ -39,34 +53,16 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_export)
 
 
-def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("source", help="Hugging Face directory, specjax checkpoint, or the name of a model")
-    add("out", type=Path, help="where the checkpoint goes")
-    add(
-        "--method",
-        default="rtn",
-        help="rtn, rtn-clip, int8, mxfp4, mxfp4-even; with calibration text: gptq, "
-        "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others",
-    )
-    add_group_size(parser)
-    add("--bits", type=int, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
-    add("--lm-head", action="store_true", help="quantize the output head too")
-    add("--dtype", choices=("bfloat16", "float32"), help="of what stays unquantized")
-    add("--calibration", type=Path, metavar="FILE", help="a file of calibration text")
-    add("--sequences", type=int, default=16, help="sequences taken from the calibration text")
-    add("--length", type=int, default=512, help="tokens in each")
-    parser.set_defaults(run=_quantize)
-
-
 def _convert(options: argparse.Namespace) -> None:
     specjax.convert(
         options.source,
         options.out,
-        quantization=options.quantization,
+        quantization=options.quantize,
         group_size=options.group_size,
+        bits=options.bits,
         lm_head=options.lm_head,
         dtype=options.dtype,
+        calibration=_calibration(options),
     )
 
 
@@ -75,19 +71,6 @@ def _export(options: argparse.Namespace) -> None:
 
     tokenizer_dir = locate(options.source)
     specjax.export(specjax.load(options.source), options.out, tokenizer_dir=tokenizer_dir)
-
-
-def _quantize(options: argparse.Namespace) -> None:
-    specjax.quantize_checkpoint(
-        options.source,
-        options.out,
-        options.method,
-        group_size=options.group_size,
-        bits=options.bits,
-        lm_head=options.lm_head,
-        dtype=options.dtype,
-        calibration=_calibration(options),
-    )
 
 
 def _calibration(options: argparse.Namespace) -> np.ndarray | None:

@@ -16,13 +16,14 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
-from checkpoints_tools import checkpoint, loading
+from checkpoints_tools import checkpoint, conversion, loading
 from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load, load_tokenizer
 from checkpoints_tools.quantization import quantize
 from pallas_kernels.formats import Int4Weight
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.weight_values import dequantize, plain_values
+from specjax.cli import main
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params, stored
 from specjax.model.transformer import forward
@@ -111,6 +112,33 @@ def test_convert_dtype(tmp_path: Path) -> None:
     original = dequantize(load(source).layers[0].q.weight)
     scale = np.asarray(weight.scales, np.float32)[:, :1]
     assert np.all(np.abs(dequantize(weight) - original) <= scale * (0.5 + 1e-5))
+
+
+# A checkpoint of our own is copied as it is, quantized or not.
+def test_convert_our_own(tmp_path: Path) -> None:
+    convert(write_model(tmp_path / "source"), tmp_path / "one", quantization="rtn", progress=False)
+    convert(tmp_path / "one", tmp_path / "two")
+    assert_same(load(tmp_path / "two"), load(tmp_path / "one"))
+
+
+# `quantize` is `convert` with a default method, and old spellings of --quantize still work.
+@pytest.mark.parametrize(
+    ("arguments", "method"),
+    [
+        (["convert", "a", "b"], None),
+        (["quantize", "a", "b"], "rtn"),
+        (["convert", "a", "b", "--quantize", "int8"], "int8"),
+        (["convert", "a", "b", "--quantization", "int8"], "int8"),
+        (["quantize", "a", "b", "--method", "int8"], "int8"),
+    ],
+)
+def test_one_command(
+    arguments: list[str], method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(conversion, "convert", lambda *_, **options: calls.append(options))
+    assert main(arguments) == 0
+    assert [call["quantization"] for call in calls] == [method]
 
 
 def test_progress_shows_bytes_and_memory(
@@ -257,7 +285,7 @@ def test_option_refusals(tmp_path: Path) -> None:
     for options, message in (
         ({"quantization": "gguf"}, "method must be one of rtn, rtn-clip, gptq"),
         ({"quantization": "rtn", "group_size": 100}, "group_size must be 32, 64, 128 or None"),
-        ({"lm_head": True}, "lm_head=True needs a quantization, got None"),
+        ({"lm_head": True}, "lm_head, bits and calibration need a quantization, got None"),
         ({"dtype": "float16"}, "dtype must be one of bfloat16, float32, got 'float16'"),
     ):
         with pytest.raises(ValueError, match=message):

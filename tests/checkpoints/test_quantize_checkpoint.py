@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from checkpoints_tools import checkpoint
+from checkpoints_tools.conversion import quantize_checkpoint
 from checkpoints_tools.loading import load
 from checkpoints_tools.quantization import quantize
-from checkpoints_tools.quantization.from_files import quantize_checkpoint
 from checkpoints_tools.quantization.layerwise import quantize_layers
 from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.working_folder import WorkingFolder
@@ -28,7 +28,8 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (3, 24))
 KILLED = """
 import os, signal, sys
 import numpy as np
-from checkpoints_tools.quantization import from_files
+from checkpoints_tools.conversion import quantize_checkpoint
+from checkpoints_tools.quantization import resumable
 from checkpoints_tools.quantization.working_folder import WorkingFolder
 
 class Killed(WorkingFolder):
@@ -36,9 +37,9 @@ class Killed(WorkingFolder):
         super().keep(index, layer, hidden)
         os.kill(os.getpid(), signal.SIGKILL)
 
-from_files.WorkingFolder = Killed
+resumable.WorkingFolder = Killed
 tokens = np.load(sys.argv[3])
-from_files.quantize_checkpoint(*sys.argv[1:3], "gptq", calibration=tokens, progress=False)
+quantize_checkpoint(*sys.argv[1:3], "gptq", calibration=tokens, progress=False)
 """
 
 

@@ -150,7 +150,7 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little girl who lived near the woods. " * 4)
     out = tmp_path / "quantized"
-    command = ["quantize", "tiny-16bit", str(out), "--method", "gptq", "--sequences", "2"]
+    command = ["convert", "tiny-16bit", str(out), "--quantize", "gptq", "--sequences", "2"]
     assert main([*command, "--length", "16", "--calibration", str(text)]) == 0
     assert re.search(r"100% .* gone, .* left, peak \d+\.\d\d GB", capsys.readouterr().err)
     assert _generate(capsys, "--model", str(out)).startswith("Once upon a time")
@@ -217,10 +217,10 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         (["plan", "layers", "no-such-file"], "no-such-file"),
         (["convert", "no/such/place", "out"], "no/such/place"),
         (["quantize", "no/such/place", "out"], "no/such/place"),
-        (["quantize", "tiny-16bit", "out", "--method", "gguf"], "method must be one of rtn"),
-        (["quantize", "tiny-16bit", "out", "--method", "gptq"], "'gptq' needs calibration"),
+        (["convert", "tiny-16bit", "out", "--quantize", "gguf"], "method must be one of rtn"),
+        (["convert", "tiny-16bit", "out", "--quantize", "gptq"], "'gptq' needs calibration"),
         (
-            ["quantize", "tiny-16bit", "out", "--method", "gptq", "--calibration", "no-such-file"],
+            ["convert", "tiny-16bit", "out", "--quantize", "gptq", "--calibration", "no-such-file"],
             "no-such-file",
         ),
     ],
