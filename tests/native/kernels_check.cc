@@ -51,11 +51,11 @@ void append(std::vector<uint8_t>& bytes, T value) {
 template <typename T>
 std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t word) {
   const auto length = static_cast<int64_t>(rows.size()) / count;
-  std::vector<T> tiles((count + kTile - 1) / kTile * kTile * length);
+  std::vector<T> tiles((count + kTileRows - 1) / kTileRows * kTileRows * length);
   for (int64_t row = 0; row < count; ++row) {
     for (int64_t i = 0; i < length; ++i) {
-      const int64_t place = (row / kTile * length + i / word * word) * kTile;
-      tiles[place + row % kTile * word + i % word] = rows[row * length + i];
+      const int64_t place = (row / kTileRows * length + i / word * word) * kTileRows;
+      tiles[place + row % kTileRows * word + i % word] = rows[row * length + i];
     }
   }
   return tiles;
@@ -65,7 +65,7 @@ std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t wor
 struct Matrix {
   Matrix(Kind kind, Scale scale, int64_t group_size, bool with_zeros) {
     w.kind = kind, w.scale = scale, w.n = kOutputs;
-    w.inputs = w.quantized() ? (kInputs + kBlock - 1) / kBlock * kBlock : kInputs;
+    w.inputs = w.quantized() ? (kInputs + kPlanePair - 1) / kPlanePair * kPlanePair : kInputs;
     if (w.quantized()) w.group_size = group_size == 0 ? w.inputs : group_size;
     if (w.quantized()) w.groups = w.inputs / w.group_size;
     for (int64_t i = 0; i < kOutputs * w.groups; ++i) add_group(with_zeros);
@@ -117,7 +117,7 @@ struct Matrix {
       return value;
     }
     const int64_t group = row * w.groups + k / w.group_size;
-    int code = from[w.kind == Kind::kInt8 ? k : k / kBlock * kPlane + k % kPlane];
+    int code = from[w.kind == Kind::kInt8 ? k : k / kPlanePair * kPlane + k % kPlane];
     if (w.nibbles()) code = code >> (k / kPlane % 2 * 4) & 15;
     if (w.kind == Kind::kMxfp4) return (code < 8 ? 1 : -1) * kE2m1[code % 8] * values[group];
     const int integer = w.kind == Kind::kInt4 ? (code ^ 8) - 8 : static_cast<int8_t>(code);
@@ -267,13 +267,13 @@ std::vector<float> attend(const Kernels& kernels, Attention a) {
   for (int64_t row = 0; row < kRows; ++row) {
     for (int64_t head = 0; head < kKvHeads; ++head) {
       const int64_t seen = a.ancestors == nullptr ? kTokens : kDepth;
-      const AttentionTile tile{row, head, 0, kTokens, 0, kLengths[row] + seen};
+      const AttentionTask task{row, head, 0, kTokens, 0, kLengths[row] + seen};
       kernels.clear_sums(a, kTokens, sums.data());
-      for (int64_t block = 0; block * kAttentionBlock < tile.last; ++block) {
-        kernels.attend_block(a, {&tile, block}, {nullptr, nullptr}, scratch.data(), next.data());
+      for (int64_t block = 0; block * kAttentionBlock < task.last; ++block) {
+        kernels.attend_block(a, {&task, block}, {nullptr, nullptr}, scratch.data(), next.data());
         kernels.add_block(a, kTokens, next.data(), sums.data());
       }
-      kernels.write_result(a, tile, sums.data());
+      kernels.write_result(a, task, sums.data());
     }
   }
   return out;
@@ -290,7 +290,7 @@ void check_attention(const Kernels& kernels, Cached cached, bool windowed, bool 
   a.lengths = kLengths, a.positions = kPositions;
   a.ancestors = tree ? kAncestors : nullptr, a.depth = tree ? kDepth : 0;
   a.b = kRows, a.tokens = kTokens, a.heads = kHeads, a.e = kFeatures, a.slots = kSlots;
-  a.kv_heads = kKvHeads, a.group = kHeads / kKvHeads, a.windowed = windowed, a.window = 100;
+  a.kv_heads = kKvHeads, a.heads_per_kv = kHeads / kKvHeads, a.windowed = windowed, a.window = 100;
   a.scale = 0.25f;
   const std::vector<float> out = attend(kernels, a);
   for (int64_t query = 0; query < kRows * kTokens * kHeads; ++query) {
@@ -298,7 +298,7 @@ void check_attention(const Kernels& kernels, Cached cached, bool windowed, bool 
     double total = 0, sums[kFeatures] = {}, error = 0, largest = 0;
     for (int64_t slot = 0; slot < kSlots; ++slot) {
       if (!visible(a, row, token, slot)) continue;
-      const int64_t head = query % kHeads / a.group;
+      const int64_t head = query % kHeads / a.heads_per_kv;
       const int64_t entry = ((row * kSlots + slot) * kKvHeads + head) * kFeatures;
       double score = 0, magnitude = 0;
       for (int64_t e = 0; e < kFeatures; ++e) {

@@ -1,5 +1,5 @@
-// The XLA handler of `attention`: checks every buffer, cuts the queries into tiles, and deals tiles
-// or their steps, blocks of slots, out to the threads.
+// The XLA handler of `attention`: checks every buffer, divides the queries into tasks, and deals
+// tasks or their steps out to the threads.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -12,10 +12,10 @@
 namespace specjax {
 namespace {
 
-constexpr int64_t kTileRows = 64;      // queries that share one decoded strip of the cache
-constexpr int64_t kTilesPerThread = 4;  // from which on a thread takes whole tiles, but not
-constexpr int64_t kFewRows = 16;        // of so few queries: then steps in the order of memory,
-constexpr int64_t kRunsPerThread = 4;   // a run of them at a time
+constexpr int64_t kTaskRows = 64;  // queries of a task, at most: they share decoded strips
+// With so many tasks a thread takes whole tasks, unless they have so few queries. Otherwise it takes
+// steps in the order of memory, several at a time.
+constexpr int64_t kTasksPerThread = 4, kFewRows = 16, kDealsPerThread = 4;
 
 // --- Sharing the work.
 
@@ -38,129 +38,129 @@ Memory& thread_memory() {
   return memory;
 }
 
-// The new tokens on the longest path to one of the tile's tokens.
-int64_t longest_path(const Attention& a, const AttentionTile& tile) {
-  const int32_t* paths = a.ancestors + (tile.row * a.tokens + tile.token) * a.depth;
+// The new tokens on the longest path to one of the task's tokens.
+int64_t longest_path(const Attention& a, const AttentionTask& task) {
+  const int32_t* paths = a.ancestors + (task.batch_row * a.tokens + task.token) * a.depth;
   int64_t longest = 0;
-  for (int64_t i = 0; i < tile.tokens * a.depth; ++i) {
+  for (int64_t i = 0; i < task.tokens * a.depth; ++i) {
     if (paths[i] >= 0) longest = std::max(longest, i % a.depth + 1);
   }
   return longest;
 }
 
-// The slots that any of the tile's tokens may see.
-void find_slots(const Attention& a, AttentionTile& tile) {
-  const int64_t length = a.lengths[tile.row];
+// The slots that any of the task's tokens may see.
+void find_slots(const Attention& a, AttentionTask& task) {
+  const int64_t length = a.lengths[task.batch_row];
   const int64_t shown =
-      a.ancestors == nullptr ? tile.token + tile.tokens : longest_path(a, tile);
-  tile.last = std::clamp<int64_t>(length + shown, 0, a.slots);
-  tile.first = 0;
+      a.ancestors == nullptr ? task.token + task.tokens : longest_path(a, task);
+  task.last = std::clamp<int64_t>(length + shown, 0, a.slots);
+  task.first = 0;
   if (a.windowed) {
-    const int32_t* positions = a.positions + tile.row * a.tokens + tile.token;
-    const int64_t position = *std::min_element(positions, positions + tile.tokens);
-    tile.first = std::clamp<int64_t>(std::min(length, position - a.window + 1), 0, tile.last);
+    const int32_t* positions = a.positions + task.batch_row * a.tokens + task.token;
+    const int64_t position = *std::min_element(positions, positions + task.tokens);
+    task.first = std::clamp<int64_t>(std::min(length, position - a.window + 1), 0, task.last);
   }
 }
 
 // Longest first, so that at the end no thread is left with a long one.
-std::vector<AttentionTile> cut(const Attention& a, int64_t tokens) {
-  std::vector<AttentionTile> tiles;
+std::vector<AttentionTask> find_tasks(const Attention& a, int64_t tokens) {
+  std::vector<AttentionTask> tasks;
   for (int64_t token = (a.tokens - 1) / tokens * tokens; token >= 0; token -= tokens) {
     for (int64_t row = 0; row < a.b; ++row) {
       for (int64_t head = 0; head < a.kv_heads; ++head) {
-        tiles.push_back({row, head, token, std::min(tokens, a.tokens - token), 0, 0});
-        find_slots(a, tiles.back());
+        tasks.push_back({row, head, token, std::min(tokens, a.tokens - token), 0, 0});
+        find_slots(a, tasks.back());
       }
     }
   }
-  return tiles;
+  return tasks;
 }
 
-int64_t first_block(const AttentionTile& tile) { return tile.first / kAttentionBlock; }
-int64_t end_block(const AttentionTile& tile) {
-  return (tile.last + kAttentionBlock - 1) / kAttentionBlock;
+int64_t first_block(const AttentionTask& task) { return task.first / kAttentionBlock; }
+int64_t end_block(const AttentionTask& task) {
+  return (task.last + kAttentionBlock - 1) / kAttentionBlock;
 }
 
-void attend_tiles(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
-                  const std::vector<AttentionTile>& tiles) {
-  parallel_for(pool, tiles.size(), [&](int64_t i) {
-    const AttentionTile& tile = tiles[i];
-    const AttentionSizes sizes = kernels.attention_sizes(a, tile.tokens);
+void attend_tasks(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
+                  const std::vector<AttentionTask>& tasks) {
+  parallel_for(pool, tasks.size(), [&](int64_t i) {
+    const AttentionTask& task = tasks[i];
+    const AttentionSizes sizes = kernels.attention_sizes(a, task.tokens);
     float* sums = thread_memory().reserve(2 * sizes.sums + sizes.scratch);
     float* scratch = sums + 2 * sizes.sums;
-    kernels.clear_sums(a, tile.tokens, sums);
-    for (int64_t block = first_block(tile); block < end_block(tile); ++block) {
-      const AttentionStep step{&tile, block}, next{&tile, block + 1};
-      const AttentionAhead ahead{next.block < end_block(tile) ? &next : nullptr, nullptr};
+    kernels.clear_sums(a, task.tokens, sums);
+    for (int64_t block = first_block(task); block < end_block(task); ++block) {
+      const AttentionStep step{&task, block}, next{&task, block + 1};
+      const AttentionAhead ahead{next.block < end_block(task) ? &next : nullptr, nullptr};
       kernels.attend_block(a, step, ahead, scratch, sums + sizes.sums);
-      kernels.add_block(a, tile.tokens, sums + sizes.sums, sums);
+      kernels.add_block(a, task.tokens, sums + sizes.sums, sums);
     }
-    kernels.write_result(a, tile, sums);
+    kernels.write_result(a, task, sums);
   });
 }
 
-// All tiles' steps, those of neighbouring heads together: they read neighbouring memory.
-std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<AttentionTile>& tiles) {
+// All tasks' steps, those of neighbouring heads together: they read neighbouring memory.
+std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<AttentionTask>& tasks) {
   std::vector<AttentionStep> steps;
-  for (size_t first = 0; first < tiles.size(); first += a.kv_heads) {
-    const int64_t end = end_block(tiles[first]);
-    for (int64_t block = first_block(tiles[first]); block < end; ++block) {
+  for (size_t first = 0; first < tasks.size(); first += a.kv_heads) {
+    const int64_t end = end_block(tasks[first]);
+    for (int64_t block = first_block(tasks[first]); block < end; ++block) {
       for (int64_t head = 0; head < a.kv_heads; ++head) {
-        steps.push_back({&tiles[first + head], block});
+        steps.push_back({&tasks[first + head], block});
       }
     }
   }
   return steps;
 }
 
-// The same sums, added up in the same order, once all of them are there. No tile has more tokens
+// The same sums, added up in the same order, once all of them are there. No task has more tokens
 // than `tokens`.
 void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
-                  const std::vector<AttentionTile>& tiles, int64_t tokens) {
-  const std::vector<AttentionStep> steps = find_steps(a, tiles);
+                  const std::vector<AttentionTask>& tasks, int64_t tokens) {
+  const std::vector<AttentionStep> steps = find_steps(a, tasks);
   const int64_t count = steps.size(), stride = kernels.attention_sizes(a, tokens).sums;
-  const int64_t runs = kRunsPerThread * pool.num_threads();
-  const int64_t run = std::clamp<int64_t>(count / runs, 1, a.kv_heads);
+  const int64_t most = kDealsPerThread * pool.num_threads();
+  const int64_t each = std::clamp<int64_t>(count / most, 1, a.kv_heads);
   thread_local Memory shared;
-  float* const all = shared.reserve((count + tiles.size()) * stride);
-  const int64_t deals = (count + run - 1) / run;
+  float* const all = shared.reserve((count + tasks.size()) * stride);
+  const int64_t deals = (count + each - 1) / each;
   const auto step = [&](int64_t i) { return i < count ? &steps[i] : nullptr; };
   parallel_for(pool, deals, [&](int64_t deal) {
     float* scratch = thread_memory().reserve(kernels.attention_sizes(a, tokens).scratch);
-    // A thread's runs are neighbours. So if they are blocks, it asks for the next one while it is
-    // at this one; and step by step for its first, or if they are less.
+    // A thread's deals are neighbours. Where a deal is a whole block, the thread asks for the next
+    // block while it works on this one. Its first deal, and smaller deals, are asked for by steps.
     const Range own = range_of(pool, deals, deal);
-    const bool blocks = run == a.kv_heads;
+    const bool blocks = each == a.kv_heads;
     const bool single = !blocks || deal == own.begin, more = blocks && deal + 1 < own.end;
-    const int64_t end = std::min(count, (deal + 1) * run);
-    for (int64_t i = deal * run; i < end; ++i) {
-      const AttentionAhead ahead{single ? step(i + 1) : nullptr, more ? step(i + run) : nullptr};
+    const int64_t end = std::min(count, (deal + 1) * each);
+    for (int64_t i = deal * each; i < end; ++i) {
+      const AttentionAhead ahead{single ? step(i + 1) : nullptr, more ? step(i + each) : nullptr};
       kernels.attend_block(a, steps[i], ahead, scratch, all + i * stride);
     }
   });
-  std::vector<int64_t> firsts(tiles.size());
-  for (int64_t i = count - 1; i >= 0; --i) firsts[steps[i].tile - tiles.data()] = i;
-  parallel_for(pool, tiles.size(), [&](int64_t i) {
-    const AttentionTile& tile = tiles[i];
+  std::vector<int64_t> firsts(tasks.size());
+  for (int64_t i = count - 1; i >= 0; --i) firsts[steps[i].task - tasks.data()] = i;
+  parallel_for(pool, tasks.size(), [&](int64_t i) {
+    const AttentionTask& task = tasks[i];
     float* sums = all + (count + i) * stride;
-    kernels.clear_sums(a, tile.tokens, sums);
-    const int64_t blocks = end_block(tile) - first_block(tile);
+    kernels.clear_sums(a, task.tokens, sums);
+    const int64_t blocks = end_block(task) - first_block(task);
     for (int64_t block = 0; block < blocks; ++block) {
       const float* next = all + (firsts[i] + block * a.kv_heads) * stride;
-      kernels.add_block(a, tile.tokens, next, sums);
+      kernels.add_block(a, task.tokens, next, sums);
     }
-    kernels.write_result(a, tile, sums);
+    kernels.write_result(a, task, sums);
   });
 }
 
 void attend(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a) {
-  const int64_t tokens = std::min(a.tokens, std::max<int64_t>(1, kTileRows / a.group));
-  const std::vector<AttentionTile> tiles = cut(a, tokens);
-  const bool few = static_cast<int64_t>(tiles.size()) < kTilesPerThread * pool.num_threads();
-  if (few || tokens * a.group <= kFewRows) {
-    attend_steps(pool, kernels, a, tiles, tokens);
+  const int64_t tokens = std::min(a.tokens, std::max<int64_t>(1, kTaskRows / a.heads_per_kv));
+  const std::vector<AttentionTask> tasks = find_tasks(a, tokens);
+  const bool few = static_cast<int64_t>(tasks.size()) < kTasksPerThread * pool.num_threads();
+  if (few || tokens * a.heads_per_kv <= kFewRows) {
+    attend_steps(pool, kernels, a, tasks, tokens);
   } else {
-    attend_tiles(pool, kernels, a, tiles);
+    attend_tasks(pool, kernels, a, tasks);
   }
 }
 
@@ -184,7 +184,7 @@ ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys
     return invalid("keys " + text(shape_of(keys)) + " do not fit queries " +
                    text(shape_of(queries)));
   }
-  a.group = a.heads / a.kv_heads;
+  a.heads_per_kv = a.heads / a.kv_heads;
   a.queries_bfloat16 = type == ffi::BF16;
   a.cached = cache == ffi::F32   ? Cached::kFloat32
              : cache == ffi::U16 ? Cached::kBfloat16

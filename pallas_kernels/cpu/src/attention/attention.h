@@ -1,11 +1,11 @@
-// Attention of one tile of queries over one block of cache slots.
+// Attention of one task of queries over one block of cache slots.
 //
 // Keys and values are decoded a strip of slots at a time into float32, so that a score has its slot
 // in a lane and a mixed value its feature; both are then the same small product.
 //
 // Every sum runs over features, or over slots in the order of their numbers from the block's start,
 // and a slot that a token does not see adds an exact zero: a query's result is a function of that
-// query and of what it sees, whatever else shares the tile.
+// query and of what it sees, whatever else shares the task.
 #pragma once
 
 #include "attention/attention_input.h"
@@ -59,7 +59,7 @@ struct Factors {
 };
 
 template <typename Values, int R, int V, bool kAhead = Values::kAhead>
-inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, int64_t y_stride) {
+inline void add_columns(const Factors& f, int64_t row, int64_t column, float* y, int64_t y_stride) {
   Float sums[R][V];
   const float* x = f.x + row * f.x_stride;
   const uint8_t* m = f.m + column * Values::kSize;
@@ -86,16 +86,16 @@ inline void add_tile(const Factors& f, int64_t row, int64_t column, float* y, in
 }
 
 template <typename Values, int R>
-inline void add_strip(const Factors& f, int64_t row, int64_t rows, int64_t columns, float* y,
+inline void add_portion(const Factors& f, int64_t row, int64_t rows, int64_t columns, float* y,
                       int64_t y_stride) {
   if constexpr (R > 1) {
-    if (rows < R) return add_strip<Values, R - 1>(f, row, rows, columns, y, y_stride);
+    if (rows < R) return add_portion<Values, R - 1>(f, row, rows, columns, y, y_stride);
   }
   int64_t column = 0;
   for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes) {
-    add_tile<Values, R, kVectors>(f, row, column, y, y_stride);
+    add_columns<Values, R, kVectors>(f, row, column, y, y_stride);
   }
-  for (; column < columns; column += kLanes) add_tile<Values, R, 1>(f, row, column, y, y_stride);
+  for (; column < columns; column += kLanes) add_columns<Values, R, 1>(f, row, column, y, y_stride);
 }
 
 // `columns`: a multiple of kLanes.
@@ -105,7 +105,7 @@ inline void add_product(const Factors& f, int64_t rows, int64_t columns, float* 
   const int64_t portions = (rows + kRows - 1) / kRows;
   for (int64_t i = 0; i < portions; ++i) {
     const int64_t row = rows * i / portions, next = rows * (i + 1) / portions;
-    add_strip<Values, kRows>(f, row, next - row, columns, y, y_stride);
+    add_portion<Values, kRows>(f, row, next - row, columns, y, y_stride);
   }
 }
 
@@ -117,12 +117,12 @@ inline constexpr float kNothing = -__builtin_inff();  // the maximum of no score
 // multiple of kStrip.
 inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& maximum,
                   float& total) {
-  constexpr int kChains = 4;  // of additions, none of which waits for another
-  constexpr int kStep = kChains * kLanes;
-  static_assert(kStrip % kStep == 0);
+  constexpr int kChains = 4;  // of additions that do not wait for each other
+  constexpr int kValues = kChains * kLanes;
+  static_assert(kStrip % kValues == 0);
   Float tops[kChains], sums[kChains] = {};
   for (Float& top : tops) top = splat(kNothing);
-  for (int64_t i = 0; i < count; i += kStep) {
+  for (int64_t i = 0; i < count; i += kValues) {
     SPECJAX_UNROLL for (int j = 0; j < kChains; ++j) {
       float* at = scores + i + j * kLanes;
       Float s = load<Float>(at);
@@ -134,7 +134,7 @@ inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& max
     }
   }
   const float top = largest_lane(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
-  for (int64_t i = 0; i < count; i += kStep) {
+  for (int64_t i = 0; i < count; i += kValues) {
     SPECJAX_UNROLL for (int j = 0; j < kChains; ++j) {
       float* at = scores + i + j * kLanes;
       Float w = exp2(load<Float>(at) - top);
@@ -150,57 +150,57 @@ inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& max
 // --- A block.
 
 // Slots that lie side by side, and the queries' scores or weights of them: [rows, stride].
-struct Part {
+struct SpanWeights {
   Span span;
-  float* weights;
+  float* values;
   int64_t stride;
 };
 
-// A span of a tile's slots as it lies in memory. A token of a tree sees its path as if it were a
+// A span of a task's slots as it lies in memory. A token of a tree sees its path as if it were a
 // chain: new token number d counts as slot length + d, wherever it lies. Only its score and its
 // weight change places: the numbers rise along a path, so the order of the sums is the chain's, and
 // the tokens of other paths add zeros.
-struct Parts {
-  Parts(const Attention& a, const AttentionTile& tile, const Span& span, const Layout& layout,
+struct BlockWeights {
+  BlockWeights(const Attention& a, const AttentionTask& task, const Span& span, const Layout& layout,
         float* scratch)
       : context{span, scratch + layout.weights, kWeightStride},
         fresh{Span(0, 0), scratch + layout.new_weights, 0} {
-    const int64_t length = a.lengths[tile.row], end = length + a.tokens;
+    const int64_t length = a.lengths[task.batch_row], end = length + a.tokens;
     if (a.ancestors == nullptr || span.end <= length) return;
     context.span = Span(span.first, length);
     fresh.span = Span(length > 0 ? length : 0, end < a.slots ? end : a.slots);
     fresh.stride = layout.new_stride;
   }
 
-  Part context, fresh;
+  SpanWeights context, fresh;
 };
 
 // Calls move(weight of a slot, weight of the new token that counts as it) for all of a tree's.
 template <typename Move>
-inline void for_new_tokens(const Attention& a, const AttentionTile& tile, const Span& span,
-                           const Parts& parts, int64_t rows, const Move& move) {
-  if (parts.fresh.span.strips == 0) return;
-  const int64_t length = a.lengths[tile.row];
+inline void for_new_tokens(const Attention& a, const AttentionTask& task, const Span& span,
+                           const BlockWeights& weights, int64_t rows, const Move& move) {
+  if (weights.fresh.span.strips == 0) return;
+  const int64_t length = a.lengths[task.batch_row];
   for (int64_t row = 0; row < rows; ++row) {
-    float* of_slots = parts.context.weights + row * parts.context.stride - span.first;
-    float* of_tokens = parts.fresh.weights + row * parts.fresh.stride - parts.fresh.span.first;
+    float* of_slots = weights.context.values + row * weights.context.stride - span.first;
+    float* of_tokens = weights.fresh.values + row * weights.fresh.stride - weights.fresh.span.first;
     for (int64_t slot = length > span.first ? length : span.first; slot < span.end; ++slot) {
-      const int64_t index = new_token(a, tile, tile.token + row / a.group, slot - length);
+      const int64_t index = new_token(a, task, task.token + row / a.heads_per_kv, slot - length);
       if (index >= 0) move(of_slots[slot], of_tokens[length + index]);
     }
   }
 }
 
-inline void score(const Entries& entries, const Part& part, const Layout& layout,
+inline void score(const Entries& entries, const SpanWeights& weights, const Layout& layout,
                   float* scratch, Ahead& ahead) {
-  const Span& span = part.span;
+  const Span& span = weights.span;
   if (span.strips == 0) return;
   float* keys = scratch + layout.keys;
-  std::memset(part.weights, 0, layout.rows * part.stride * sizeof(float));
+  std::memset(weights.values, 0, layout.rows * weights.stride * sizeof(float));
   for (int64_t i = 0; i < span.strips; ++i) {
     read_keys(entries, span.slot(i), span.end, keys, ahead);
     const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
-    add_product<Floats>(factors, layout.rows, kStrip, part.weights + i * kStrip, part.stride);
+    add_product<Floats>(factors, layout.rows, kStrip, weights.values + i * kStrip, weights.stride);
   }
 }
 
@@ -225,15 +225,15 @@ inline bool all_finite(const float* values, int64_t count) {
 }
 
 template <bool careful>
-inline void mix(const Entries& entries, const Part& part, const Layout& layout, float* values,
+inline void mix(const Entries& entries, const SpanWeights& weights, const Layout& layout, float* values,
                 float* sums, Ahead& ahead) {
-  const Span& span = part.span;
+  const Span& span = weights.span;
   const int64_t rows = layout.rows, features = layout.features;
   const bool whole = entries.features == features;  // no vector reaches past a slot's values
   for (int64_t i = 0; i < span.strips; ++i) {
-    const float* weights = part.weights + i * kStrip;
+    const float* of_strip = weights.values + i * kStrip;
     const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
-    const Factors factors(weights, part.stride, direct, entries.stride, span.count(i),
+    const Factors factors(of_strip, weights.stride, direct, entries.stride, span.count(i),
                           &ahead);
     if (!careful && whole && entries.kind == Cached::kFloat32) {
       add_product<Floats>(factors, rows, features, sums, features);
@@ -241,7 +241,7 @@ inline void mix(const Entries& entries, const Part& part, const Layout& layout, 
       add_product<Bfloat16s>(factors, rows, features, sums, features);
     } else {
       read_values(entries, span.slot(i), span.count(i), layout, values, ahead);
-      const Factors decoded(weights, part.stride, values, features * sizeof(float),
+      const Factors decoded(of_strip, weights.stride, values, features * sizeof(float),
                             span.count(i));
       if (careful) {
         add_careful(decoded, rows, features, sums);
@@ -253,45 +253,45 @@ inline void mix(const Entries& entries, const Part& part, const Layout& layout, 
 }
 
 template <bool careful>
-inline void mix_parts(const Entries& entries, const Parts& parts, const Layout& layout,
+inline void mix_block(const Entries& entries, const BlockWeights& weights, const Layout& layout,
                       float* values, float* sums, Ahead& ahead) {
   std::memset(sums, 0, layout.rows * layout.features * sizeof(float));
-  mix<careful>(entries, parts.context, layout, values, sums, ahead);
-  mix<careful>(entries, parts.fresh, layout, values, sums, ahead);
+  mix<careful>(entries, weights.context, layout, values, sums, ahead);
+  mix<careful>(entries, weights.fresh, layout, values, sums, ahead);
 }
 
 // Scores to weights, where they are counted as slots, with their maxima and totals.
-inline void weigh_block(const Attention& a, const AttentionTile& tile, const Span& span,
-                        const Parts& parts, const Layout& layout, float* scratch, float* sums) {
-  for_new_tokens(a, tile, span, parts, layout.rows, [](float& slot, float& token) { slot = token; });
+inline void weigh_block(const Attention& a, const AttentionTask& task, const Span& span,
+                        const BlockWeights& weights, const Layout& layout, float* scratch, float* sums) {
+  for_new_tokens(a, task, span, weights, layout.rows, [](float& slot, float& token) { slot = token; });
   uint32_t* seen = reinterpret_cast<uint32_t*>(scratch + layout.seen);
   const int64_t count = span.strips * kStrip;
-  const bool masked = see(a, tile, span.first, count, seen);
+  const bool masked = see(a, task, span.first, count, seen);
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const uint32_t* mask = masked ? seen + row / a.group * kAttentionBlock : nullptr;
+    const uint32_t* mask = masked ? seen + row / a.heads_per_kv * kAttentionBlock : nullptr;
     weigh(scratch + layout.weights + row * kWeightStride, mask, count, sums[layout.maxima + row],
           sums[layout.totals + row]);
   }
 }
 
-// sums: of the step's tile over its block alone.
+// sums: of the step's task over its block alone.
 inline void attend_block(const Attention& a, const AttentionStep& step,
                          const AttentionAhead& steps, float* scratch, float* sums) {
-  const AttentionTile& tile = *step.tile;
-  const Layout layout(a, tile.tokens);
-  const Span span(tile, step.block);
-  const Parts parts(a, tile, span, layout, scratch);
-  const Entries keys(a, tile, a.keys), values(a, tile, a.values);
+  const AttentionTask& task = *step.task;
+  const Layout layout(a, task.tokens);
+  const Span span(task, step.block);
+  const BlockWeights weights(a, task, span, layout, scratch);
+  const Entries keys(a, task, a.keys), values(a, task, a.values);
   Ahead ahead(a, steps, 2 * span.strips * kStrip * head_lines(a));  // with each line of this step
-  read_queries(a, tile, layout, scratch);
-  score(keys, parts.context, layout, scratch, ahead);
-  score(keys, parts.fresh, layout, scratch, ahead);
-  weigh_block(a, tile, span, parts, layout, scratch, sums);
-  std::memset(parts.fresh.weights, 0, layout.rows * parts.fresh.stride * sizeof(float));
-  for_new_tokens(a, tile, span, parts, layout.rows, [](float& slot, float& token) { token = slot; });
-  mix_parts<false>(values, parts, layout, scratch + layout.values, sums, ahead);
+  read_queries(a, task, layout, scratch);
+  score(keys, weights.context, layout, scratch, ahead);
+  score(keys, weights.fresh, layout, scratch, ahead);
+  weigh_block(a, task, span, weights, layout, scratch, sums);
+  std::memset(weights.fresh.values, 0, layout.rows * weights.fresh.stride * sizeof(float));
+  for_new_tokens(a, task, span, weights, layout.rows, [](float& slot, float& token) { token = slot; });
+  mix_block<false>(values, weights, layout, scratch + layout.values, sums, ahead);
   if (!all_finite(sums, layout.rows * layout.features)) {
-    mix_parts<true>(values, parts, layout, scratch + layout.values, sums, ahead);
+    mix_block<true>(values, weights, layout, scratch + layout.values, sums, ahead);
   }
 }
 
@@ -323,10 +323,10 @@ inline void add_block(const Attention& a, int64_t tokens, const float* next, flo
   }
 }
 
-inline void write_result(const Attention& a, const AttentionTile& tile, const float* sums) {
-  const Layout layout(a, tile.tokens);
+inline void write_result(const Attention& a, const AttentionTask& task, const float* sums) {
+  const Layout layout(a, task.tokens);
   for (int64_t row = 0; row < layout.rows; ++row) {
-    float* out = a.out + query_offset(a, tile, row);
+    float* out = a.out + query_offset(a, task, row);
     const float* mixed = sums + row * layout.features;
     const float total = sums[layout.totals + row];
     // A sum that is zero has the sign of what was not seen: + 0 takes it away.

@@ -1,9 +1,9 @@
 // What attention will read is asked for before.
 //
-// A head's entries are short pieces far apart, which the hardware does not foresee. All heads'
-// together are one piece: so where a thread will read all heads of a block, it asks for them in the
-// order of memory, a head's share of them while it works on that head of the block before. What has
-// not been asked for so is asked for a step before.
+// One head's entries are short and far apart, so the hardware does not foresee them. The entries of
+// all heads are contiguous. A thread that will read all heads of a block therefore asks for them in
+// the order of memory: one share while it works on each head of the block before. Everything else is
+// asked for one step ahead.
 #pragma once
 
 #include <algorithm>
@@ -32,17 +32,17 @@ class Ahead {
     const int64_t bytes = head_bytes(a), stride = a.kv_heads * bytes;
     for (const Cache* cache : {&a.keys, &a.values}) {
       const auto block = [&](const AttentionStep& step) {
-        const int64_t slot = step.tile->row * a.slots + step.block * kAttentionBlock;
+        const int64_t slot = step.task->batch_row * a.slots + step.block * kAttentionBlock;
         return static_cast<const uint8_t*>(cache->data) + slot * stride;
       };
       if (steps.next != nullptr) {
         const AttentionStep& step = *steps.next;
-        add({block(step) + step.tile->head * bytes, stride, slots(step), head_lines(a)});
+        add({block(step) + step.task->head * bytes, stride, slots(step), head_lines(a)});
       }
       if (steps.later != nullptr) {
         const AttentionStep& step = *steps.later;
         const int64_t share = slots(step) * bytes, row = kRowLines * kLine;
-        add({block(step) + step.tile->head * share, row, (share + row - 1) / row, kRowLines});
+        add({block(step) + step.task->head * share, row, (share + row - 1) / row, kRowLines});
       }
     }
     at_once_ = (lines_ + times - 1) / std::max<int64_t>(times, 1);
@@ -52,16 +52,16 @@ class Ahead {
   SPECJAX_INLINE void ask(int64_t times = 1) {
     due_ += times * at_once_;
     while (due_ > 0 && current_ < count_) {
-      Piece& piece = pieces_[current_];
-      for (int64_t i = 0; i < piece.lines; ++i) __builtin_prefetch(piece.at + i * kLine, 0, 2);
-      due_ -= piece.lines;
-      piece.at += piece.stride;
-      if (--piece.rows == 0) ++current_;
+      Region& region = regions_[current_];
+      for (int64_t i = 0; i < region.lines; ++i) __builtin_prefetch(region.at + i * kLine, 0, 2);
+      due_ -= region.lines;
+      region.at += region.stride;
+      if (--region.rows == 0) ++current_;
     }
   }
 
  private:
-  struct Piece {
+  struct Region {
     const uint8_t* at;
     int64_t stride, rows, lines;  // lines: of a row
   };
@@ -70,15 +70,15 @@ class Ahead {
 
   // In use of the step's block.
   static int64_t slots(const AttentionStep& step) {
-    return std::min(kAttentionBlock, step.tile->last - step.block * kAttentionBlock);
+    return std::min(kAttentionBlock, step.task->last - step.block * kAttentionBlock);
   }
 
-  void add(const Piece& piece) {
-    pieces_[count_++] = piece;
-    lines_ += piece.rows * piece.lines;
+  void add(const Region& region) {
+    regions_[count_++] = region;
+    lines_ += region.rows * region.lines;
   }
 
-  Piece pieces_[4];
+  Region regions_[4];
   unsigned current_ = 0, count_ = 0;
   int64_t lines_ = 0, at_once_ = 0, due_ = 0;
 };

@@ -15,10 +15,10 @@ static_assert(kAttentionBlock % kStrip == 0 && kStrip % (kVectors * kLanes) == 0
 // From one query's weights to the next's: no power of two, or few sets of the cache would hold all.
 inline constexpr int kWeightStride = kAttentionBlock + 16;
 
-// Where the parts of a thread's scratch and of a tile's sums begin, in floats.
+// Where the parts of a thread's scratch and of a task's sums begin, in floats.
 struct Layout {
   Layout(const Attention& a, int64_t tokens)
-      : rows(tokens * a.group),
+      : rows(tokens * a.heads_per_kv),
         features((a.e + 15) / 16 * 16),
         new_stride(a.ancestors == nullptr ? 0 : (a.tokens + kStrip - 1) / kStrip * kStrip + 16),
         keys(rows * features),
@@ -42,13 +42,13 @@ struct Layout {
 
 // One row's entries of one key-value head: slot s begins `stride` · s bytes on.
 struct Entries {
-  Entries(const Attention& a, const AttentionTile& tile, const Cache& cache)
+  Entries(const Attention& a, const AttentionTask& task, const Cache& cache)
       : kind(a.cached),
         features(a.e),
         bytes(head_bytes(a)),
         stride(a.kv_heads * bytes),
         heads(a.kv_heads) {
-    const int64_t first = tile.row * a.slots * heads + tile.head;
+    const int64_t first = task.batch_row * a.slots * heads + task.head;
     start = static_cast<const uint8_t*>(cache.data) + first * bytes;
     if (kind < Cached::kCodes8) return;
     scales = cache.scales + first, zeros = cache.zeros + first;
@@ -63,12 +63,12 @@ struct Entries {
 
 // Slots first … end - 1, in strips from the first one on.
 struct Span {
-  // What of a block is visited: whole strips, with slots in tile.first … tile.last - 1.
-  Span(const AttentionTile& tile, int64_t block) {
+  // What of a block is visited: whole strips, with slots in task.first … task.last - 1.
+  Span(const AttentionTask& task, int64_t block) {
     const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
-    const int64_t skipped = tile.first > start ? (tile.first - start) / kStrip : 0;
+    const int64_t skipped = task.first > start ? (task.first - start) / kStrip : 0;
     first = start + skipped * kStrip;
-    end = tile.last < stop ? tile.last : stop;
+    end = task.last < stop ? task.last : stop;
     strips = (end - first + kStrip - 1) / kStrip;
   }
 
@@ -98,17 +98,17 @@ struct Bfloat16s {
   }
 };
 
-// Where the query of a tile's row begins in the queries, and its result in the output.
-inline int64_t query_offset(const Attention& a, const AttentionTile& tile, int64_t row) {
-  const int64_t token = tile.row * a.tokens + tile.token + row / a.group;
-  return (token * a.heads + tile.head * a.group + row % a.group) * a.e;
+// Where the query of a task's row begins in the queries, and its result in the output.
+inline int64_t query_offset(const Attention& a, const AttentionTask& task, int64_t row) {
+  const int64_t token = task.batch_row * a.tokens + task.token + row / a.heads_per_kv;
+  return (token * a.heads + task.head * a.heads_per_kv + row % a.heads_per_kv) * a.e;
 }
 
-// The tile's queries times the scale of the scores: f32[rows, features].
-inline void read_queries(const Attention& a, const AttentionTile& tile, const Layout& layout,
+// The task's queries times the scale of the scores: f32[rows, features].
+inline void read_queries(const Attention& a, const AttentionTask& task, const Layout& layout,
                          float* queries) {
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const int64_t index = query_offset(a, tile, row);
+    const int64_t index = query_offset(a, task, row);
     float* out = queries + row * layout.features;
     if (a.queries_bfloat16) {
       const uint16_t* bits = static_cast<const uint16_t*>(a.queries) + index;
@@ -123,7 +123,7 @@ inline void read_queries(const Attention& a, const AttentionTile& tile, const La
 // Words of kLanes slots from `slot` on, turned: put(number of the word in a slot, word of every
 // slot). Slots from `end` on are any that can be read.
 template <typename Put>
-SPECJAX_INLINE void turn_words(const Entries& entries, int64_t slot, int64_t end, Ahead& ahead,
+SPECJAX_INLINE void transpose_words(const Entries& entries, int64_t slot, int64_t end, Ahead& ahead,
                                const Put& put) {
   const uint8_t* rows[kLanes];
   for (int i = 0; i < kLanes; ++i) {
@@ -152,7 +152,7 @@ SPECJAX_INLINE Float code_values(Word codes, Int zeros, Float scales) {
 }
 
 // kLanes slots' codes, turned: f32[features, kStrip].
-inline void turn_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
+inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
                        Ahead& ahead) {
   const bool nibbles = entries.kind == Cached::kCodes4;
   Int zeros;
@@ -167,7 +167,7 @@ inline void turn_codes(const Entries& entries, int64_t slot, int64_t end, float*
     store(keys + byte * kStrip, code_values(low, zeros, scales));
     if (nibbles) store(high + byte * kStrip, code_values(codes >> 4 & 0xFu, zeros, scales));
   };
-  turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+  transpose_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
     const int64_t left = entries.bytes - 4 * n;
     put_byte(4 * n, word);
     if (left > 1) put_byte(4 * n + 1, word >> 8);
@@ -181,13 +181,13 @@ inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* 
                       Ahead& ahead) {
   for (int64_t stop = slot + kStrip; slot < stop; slot += kLanes, keys += kLanes) {
     if (entries.kind >= Cached::kCodes8) {
-      turn_codes(entries, slot, end, keys, ahead);
+      transpose_codes(entries, slot, end, keys, ahead);
     } else if (entries.kind == Cached::kFloat32) {
-      turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+      transpose_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
         store(keys + n * kStrip, word);
       });
     } else {
-      turn_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
+      transpose_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
         store(keys + 2 * n * kStrip, word << 16);
         store(keys + (2 * n + 1) * kStrip, word & 0xFFFF0000u);
       });
@@ -254,40 +254,40 @@ inline void read_values(const Entries& entries, int64_t slot, int64_t count, con
 // --- Seeing.
 
 // Number d of the new tokens that a token sees, -1 where there is none.
-inline int64_t new_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t d) {
+inline int64_t new_token(const Attention& a, const AttentionTask& task, int64_t token, int64_t d) {
   if (a.ancestors == nullptr) return d <= token ? d : -1;
   if (d >= a.depth) return -1;
-  const int64_t index = a.ancestors[(tile.row * a.tokens + token) * a.depth + d];
-  const int64_t slot = a.lengths[tile.row] + index;
+  const int64_t index = a.ancestors[(task.batch_row * a.tokens + token) * a.depth + d];
+  const int64_t slot = a.lengths[task.batch_row] + index;
   return index >= 0 && index < a.tokens && slot >= 0 && slot < a.slots ? index : -1;
 }
 
 // Which of `count` slots from `first` on a token sees: all ones or zero in seen[count].
-inline void see_token(const Attention& a, const AttentionTile& tile, int64_t token, int64_t first,
+inline void see_token(const Attention& a, const AttentionTask& task, int64_t token, int64_t first,
                       int64_t count, uint32_t* seen) {
-  const int64_t length = a.lengths[tile.row];
-  const int32_t* positions = a.positions + tile.row * a.tokens;
+  const int64_t length = a.lengths[task.batch_row];
+  const int32_t* positions = a.positions + task.batch_row * a.tokens;
   const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
   const int64_t context = std::clamp<int64_t>(length - first, 0, count);
   for (int64_t i = 0; i < context; ++i) seen[i] = first + i >= oldest ? ~0u : 0u;
   for (int64_t i = context; i < count; ++i) {
-    const int64_t index = new_token(a, tile, token, first + i - length);
+    const int64_t index = new_token(a, task, token, first + i - length);
     seen[i] = index >= 0 && positions[index] >= oldest ? ~0u : 0u;
   }
 }
 
-// The same for all tokens of the tile, at seen[token · kAttentionBlock]; false where all of them
+// The same for all tokens of the task, at seen[token · kAttentionBlock]; false where all of them
 // see all slots, and nothing was written.
-inline bool see(const Attention& a, const AttentionTile& tile, int64_t first, int64_t count,
+inline bool see(const Attention& a, const AttentionTask& task, int64_t first, int64_t count,
                 uint32_t* seen) {
-  const int64_t chain = a.ancestors == nullptr && !a.windowed ? tile.token + 1 : 0;
-  bool all = first + count <= a.lengths[tile.row] + chain;
-  for (int64_t t = 0; t < tile.tokens && all && a.windowed; ++t) {
-    all = first > a.positions[tile.row * a.tokens + tile.token + t] - a.window;
+  const int64_t chain = a.ancestors == nullptr && !a.windowed ? task.token + 1 : 0;
+  bool all = first + count <= a.lengths[task.batch_row] + chain;
+  for (int64_t t = 0; t < task.tokens && all && a.windowed; ++t) {
+    all = first > a.positions[task.batch_row * a.tokens + task.token + t] - a.window;
   }
   if (all) return false;
-  for (int64_t t = 0; t < tile.tokens; ++t) {
-    see_token(a, tile, tile.token + t, first, count, seen + t * kAttentionBlock);
+  for (int64_t t = 0; t < task.tokens; ++t) {
+    see_token(a, task, task.token + t, first, count, seen + t * kAttentionBlock);
   }
   return true;
 }

@@ -17,8 +17,8 @@
 namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kParts = 3;          // bfloat16 whose sum is a weight
-inline constexpr int kMixStrip = 32;      // slots of one product of weights and values
-inline constexpr int64_t kPartStride = kAttentionBlock + kMixStrip;  // in bfloat16
+inline constexpr int kTileSlots = 2 * kTileWords;  // slots of a tile of weights, in bfloat16
+inline constexpr int64_t kPartStride = kAttentionBlock + kTileSlots;  // in bfloat16
 
 // How often memory is asked for (attention_ahead.h):
 inline constexpr int kScoreAsks = 2;  // for a strip's scores that are turned
@@ -36,7 +36,7 @@ inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTile
 struct TileLayout : Layout {
   TileLayout(const Attention& a, int64_t tokens)
       : Layout(a, tokens),
-        token_rows(a.ancestors == nullptr ? kParts * a.group : whole_tiles(kParts * a.group)),
+        token_rows(a.ancestors == nullptr ? kParts * a.heads_per_kv : whole_tiles(kParts * a.heads_per_kv)),
         part_rows(whole_tiles(tokens * token_rows)),
         query_columns(whole_tiles(rows)),
         query_words(scratch),
@@ -60,15 +60,15 @@ struct TileLayout : Layout {
   // How often a step asks for memory, at even intervals: with the tiles of keys, the turned scores,
   // the rows of weights, the paired values, and the tiles of weights.
   int64_t asks(int64_t strips) const {
-    const int64_t slots = strips * kStrip, pieces = features / kPairFeatures;
-    const int64_t keys = slots / kTileRows * pieces, turned = strips * kScoreAsks;
-    const int64_t tiles = slots / kMixStrip * ((part_rows / kTileRows + 1) / 2);
-    return query_columns / kLanes * (keys + turned) + rows +
-           pieces * (slots / kPairSlots + tiles);
+    const int64_t slots = strips * kStrip, vectors = features / kPairFeatures;
+    const int64_t keys = slots / kTileRows * vectors, transposed = strips * kScoreAsks;
+    const int64_t tiles = slots / kTileSlots * ((part_rows / kTileRows + 1) / 2);
+    return query_columns / kLanes * (keys + transposed) + rows +
+           vectors * (slots / kPairSlots + tiles);
   }
 
   int64_t part_row(const Attention& a, int64_t row) const {
-    return row / a.group * token_rows + row % a.group * kParts;
+    return row / a.heads_per_kv * token_rows + row % a.heads_per_kv * kParts;
   }
 };
 
@@ -80,12 +80,12 @@ inline AttentionSizes attention_sizes_by_tiles(const Attention& a, int64_t token
 
 // --- Scores.
 
-inline void pair_queries(const Attention& a, const AttentionTile& tile, const TileLayout& layout,
+inline void pair_queries(const Attention& a, const AttentionTask& task, const TileLayout& layout,
                          float* scratch) {
   float* words = scratch + layout.query_words;
   std::memset(words, 0, layout.features / 2 * layout.query_columns * sizeof(float));
   for (int64_t row = 0; row < layout.rows; ++row) {
-    const uint16_t* query = static_cast<const uint16_t*>(a.queries) + query_offset(a, tile, row);
+    const uint16_t* query = static_cast<const uint16_t*>(a.queries) + query_offset(a, task, row);
     for (int64_t i = 0; i < a.e / 2; ++i) {
       std::memcpy(words + i * layout.query_columns + row, query + 2 * i, sizeof(float));
     }
@@ -112,7 +112,7 @@ inline void score_strip(const uint8_t* keys, int64_t stride, const float* querie
 }
 
 // `count` queries' scores of a strip, times its slots' scales, to where a query's lie side by side.
-inline void turn_scores(const float* scores, int64_t count, const float* scales, float* out,
+inline void transpose_scores(const float* scores, int64_t count, const float* scales, float* out,
                         int64_t stride) {
   for (int64_t slot = 0; slot < kStrip; slot += kLanes) {
     Word words[kLanes];
@@ -125,9 +125,9 @@ inline void turn_scores(const float* scores, int64_t count, const float* scales,
 }
 
 template <Cached kind>
-inline void score_by_tiles(const Attention& a, const Entries& entries, const Part& part,
+inline void score_by_tiles(const Attention& a, const Entries& entries, const SpanWeights& weights,
                            const TileLayout& layout, float* scratch, Ahead& ahead) {
-  const Span& span = part.span;
+  const Span& span = weights.span;
   float* scales = scratch + layout.key_scales;
   for (int64_t i = 0; i < span.strips; ++i) {
     const int64_t first = span.slot(i), count = span.count(i);
@@ -145,8 +145,8 @@ inline void score_by_tiles(const Attention& a, const Entries& entries, const Par
     for (int64_t row = 0; row < layout.rows; row += kLanes) {
       score_strip(keys, stride, scratch + layout.query_words + row, layout,
                   scratch + layout.scores, ahead);
-      turn_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row), scales,
-                  part.weights + row * part.stride + i * kStrip, part.stride);
+      transpose_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row), scales,
+                  weights.values + row * weights.stride + i * kStrip, weights.stride);
       ahead.ask(kScoreAsks);
     }
   }
@@ -202,7 +202,7 @@ inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, 
     load_tile<0>(mixed, bytes), load_tile<1>(mixed + kLanes, bytes);
     if (tiles == 2) load_tile<2>(second, bytes), load_tile<3>(second + kLanes, bytes);
   }
-  for (int64_t i = begin; i < end; i += kMixStrip) {
+  for (int64_t i = begin; i < end; i += kTileSlots) {
     load_tile<6>(pairs + i * kLanes, 2 * kBytes);
     load_tile<7>(pairs + (i + 1) * kLanes, 2 * kBytes);
     load_tile<4>(parts + i, kPartBytes);
@@ -216,7 +216,7 @@ inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, 
   if (tiles == 2) store_tile<2>(second, bytes), store_tile<3>(second + kLanes, bytes);
 }
 
-// Parts' rows first … last - 1, whole tiles, over slots begin … end - 1 of the block: whole strips.
+// Parts' rows first … last - 1 over slots begin … end - 1 of the block, both whole tiles.
 template <Cached kind, typename Slot>
 inline void mix_slots(const Entries& entries, const Slot& slot, const TileLayout& layout,
                       int64_t first, int64_t last, int64_t begin, int64_t end, float* scratch,
@@ -263,7 +263,7 @@ struct Values {
   // The same as a token of a tree counts it: past the context, the new tokens on its path.
   int64_t slot(int64_t i, int64_t token) const {
     if (a.ancestors == nullptr || span.first + i < length) return slot(i);
-    const int64_t index = new_token(a, tile, tile.token + token, span.first + i - length);
+    const int64_t index = new_token(a, task, task.token + token, span.first + i - length);
     return index < 0 ? -1 : length + index;
   }
 
@@ -278,29 +278,29 @@ struct Values {
   }
 
   const Attention& a;
-  const AttentionTile& tile;
+  const AttentionTask& task;
   const Entries& entries;
   const Span& span;
-  const int64_t length = a.lengths[tile.row];
+  const int64_t length = a.lengths[task.batch_row];
   const int64_t end = span.end - span.first;
-  // Up to which all tokens see the same slots, and to which any, in whole strips.
-  const int64_t all = (end + kMixStrip - 1) / kMixStrip * kMixStrip;
+  // Up to which all tokens see the same slots, and to which any, in whole tiles.
+  const int64_t all = (end + kTileSlots - 1) / kTileSlots * kTileSlots;
   const int64_t shared =
       a.ancestors == nullptr
           ? all
-          : std::clamp<int64_t>((length - span.first) / kMixStrip * kMixStrip, 0, all);
+          : std::clamp<int64_t>((length - span.first) / kTileSlots * kTileSlots, 0, all);
 };
 
 template <Cached kind>
 inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* scratch,
                          float* sums, Ahead& ahead) {
   const Attention& a = values.a;
-  const int64_t tokens = layout.rows / a.group, shared = values.shared, all = values.all;
+  const int64_t tokens = layout.rows / a.heads_per_kv, shared = values.shared, all = values.all;
   uint16_t* parts = reinterpret_cast<uint16_t*>(scratch + layout.parts);
   float* scales = scratch + layout.value_scales;
   values.read_scales<kind>(0, shared, 0, scales);
   for (int64_t row = 0; row < layout.rows; ++row) {
-    if (row % a.group == 0) values.read_scales<kind>(shared, all, row / a.group, scales);
+    if (row % a.heads_per_kv == 0) values.read_scales<kind>(shared, all, row / a.heads_per_kv, scales);
     split_weights<kind>(scratch + layout.weights + row * kWeightStride, scales, all,
                         parts + layout.part_row(a, row) * kPartStride);
     ahead.ask();
@@ -330,7 +330,7 @@ inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layou
   float* scales = scratch + layout.value_scales;
   for (int64_t row = 0; row < layout.rows; ++row) {
     const float* weights = scratch + layout.weights + row * kWeightStride;
-    const int64_t token = row / values.a.group;
+    const int64_t token = row / values.a.heads_per_kv;
     values.read_scales<kind>(0, values.all, token, scales);
     split_weights<kind>(weights, scales, values.all, parts);
     const auto seen = [&](int64_t i) { return weights[i] == 0 ? -1 : values.slot(i, token); };
@@ -342,18 +342,18 @@ inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layou
 template <Cached kind>
 inline void attend_block_by_tiles(const Attention& a, const AttentionStep& step,
                                   const AttentionAhead& steps, float* scratch, float* sums) {
-  const AttentionTile& tile = *step.tile;
-  const TileLayout layout(a, tile.tokens);
-  const Span span(tile, step.block);
-  const Parts parts(a, tile, span, layout, scratch);
-  const Entries keys(a, tile, a.keys), values(a, tile, a.values);
+  const AttentionTask& task = *step.task;
+  const TileLayout layout(a, task.tokens);
+  const Span span(task, step.block);
+  const BlockWeights weights(a, task, span, layout, scratch);
+  const Entries keys(a, task, a.keys), values(a, task, a.values);
   Ahead ahead(a, steps, layout.asks(span.strips));
   const TileShapes shapes(kTileRows, kTileWords);
-  pair_queries(a, tile, layout, scratch);
-  score_by_tiles<kind>(a, keys, parts.context, layout, scratch, ahead);
-  score_by_tiles<kind>(a, keys, parts.fresh, layout, scratch, ahead);
-  weigh_block(a, tile, span, parts, layout, scratch, sums);
-  const Values seen{a, tile, values, span};
+  pair_queries(a, task, layout, scratch);
+  score_by_tiles<kind>(a, keys, weights.context, layout, scratch, ahead);
+  score_by_tiles<kind>(a, keys, weights.fresh, layout, scratch, ahead);
+  weigh_block(a, task, span, weights, layout, scratch, sums);
+  const Values seen{a, task, values, span};
   mix_by_tiles<kind>(seen, layout, scratch, sums, ahead);
   if (!all_finite(sums, layout.rows * layout.features)) {
     mix_by_tiles_carefully<kind>(seen, layout, scratch, sums);

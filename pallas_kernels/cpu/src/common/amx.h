@@ -59,7 +59,7 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
   int64_t portions = (x.m + kTileRows - 1) / kTileRows;
-  if (portions > 1) portions += portions % 2;  // TilePanel takes them by twos
+  if (portions > 1) portions += portions % 2;  // TileChunks takes them by twos
   how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
   how.rows = portions * how.portion;
   return how;

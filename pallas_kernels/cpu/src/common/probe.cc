@@ -23,12 +23,12 @@ void measure(ffi::ThreadPool& pool, int64_t count, float* seconds, const Work& w
 
 ffi::Error read(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data,
                 ffi::ResultBufferR0<ffi::F32> seconds) {
-  constexpr int64_t kPart = 1 << 18;
+  constexpr int64_t kReadBytes = 1 << 18;
   const Kernels& kernels = *find_kernels("");
   std::atomic<uint32_t> sink{0};
   const auto size = static_cast<int64_t>(data.element_count());
-  measure(pool, size / kPart, seconds->typed_data(), [&](int64_t i) {
-    sink += kernels.read(data.typed_data() + i * kPart, kPart);
+  measure(pool, size / kReadBytes, seconds->typed_data(), [&](int64_t i) {
+    sink += kernels.read(data.typed_data() + i * kReadBytes, kReadBytes);
   });
   return ffi::Error::Success();
 }

@@ -6,8 +6,8 @@
 namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kProbeChains = 12;            // sums under way, to hide a product's latency
-inline constexpr int64_t kProbeSteps = 1 << 12;    // products per chain
-inline constexpr int64_t kProbeOperations = 2 * kLanes * kProbeChains * kProbeSteps;
+inline constexpr int64_t kProbeProducts = 1 << 12;    // products per chain
+inline constexpr int64_t kProbeOperations = 2 * kLanes * kProbeChains * kProbeProducts;
 
 inline uint32_t total(Word v) {
   uint32_t sum = 0;
@@ -29,7 +29,7 @@ template <Arithmetic A>
 inline uint32_t multiply_only() {
   typename Sums<A>::Vector sums[kProbeChains] = {};
   Word a = splat(0x01010101u), b = splat(0x01010101u);
-  for (int64_t i = 0; i < kProbeSteps; ++i) {
+  for (int64_t i = 0; i < kProbeProducts; ++i) {
     __asm__ volatile("" : "+m"(a), "+m"(b));  // or they would be known, and the loop one product
     const Word x = a, y = b;
     SPECJAX_UNROLL for (int j = 0; j < kProbeChains; ++j) sums[j] = Sums<A>::add(sums[j], x, y);

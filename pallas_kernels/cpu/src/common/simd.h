@@ -247,12 +247,12 @@ SPECJAX_INLINE void transpose(Word* rows) {
   }
   std::memcpy(rows, t, sizeof t);
 #else
-  uint32_t cells[kLanes][kLanes], turned[kLanes][kLanes];
+  uint32_t cells[kLanes][kLanes], transposed[kLanes][kLanes];
   std::memcpy(cells, rows, sizeof cells);
   for (int i = 0; i < kLanes; ++i) {
-    for (int j = 0; j < kLanes; ++j) turned[j][i] = cells[i][j];
+    for (int j = 0; j < kLanes; ++j) transposed[j][i] = cells[i][j];
   }
-  std::memcpy(rows, turned, sizeof turned);
+  std::memcpy(rows, transposed, sizeof transposed);
 #endif
 }
 

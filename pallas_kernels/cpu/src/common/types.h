@@ -1,27 +1,62 @@
-// What the XLA handlers and the kernels of every instruction set say to each other.
+// The types that the XLA handlers and the kernels of every instruction set share.
+//
+// The words for sizes and for pieces of a matrix. A product is y[M, N] = x[M, K] · weight[N, K]ᵀ.
+//
+//   row       of x (M of them) or of a weight (N); in attention, one query of a task
+//   output    a column of y: one of N
+//   input     one of K
+//   group     the inputs that share a scale and a zero; a weight has [N, groups] of them
+//
+//   word      4 bytes of a row: 4 int8, 2 bfloat16 or 1 float32
+//   vector    kLanes words, one of each of kLanes neighbouring outputs
+//   line      64 bytes of memory
+//   square    kLanes words of kLanes rows, transposed in registers
+//   tile      at most 16 rows of 16 words, as a tile register holds it. An interleaved weight is
+//             stored 16 rows at a time: [N / kTileRows, words of a row, kTileRows]
+//
+//   portion   rows of x that are multiplied at once: kRows by vectors, kTileRows by tiles
+//   pass      portions that share one decoding of the weight
+//   panel     kColumns outputs: what a thread multiplies at a time, [kColumns, K]
+//
+//   slice     the inputs of one iteration of an inner loop: 32 of a run; for tiles `depth` words of
+//             every run
+//   segment   the inputs of one run and one group: their sum is scaled
+//   run       kRun inputs of one plane
+//   chunk     two runs: what is decoded at once
+//   plane     kPlane inputs whose 4-bit codes are the low, or the high, nibbles of kPlane bytes
+//
+//   slot      one entry of a cache, of one key-value head
+//   strip     kStrip slots: what is decoded at once
+//   block     kAttentionBlock slots: one update of the running softmax
+//   span      consecutive slots of a block
+//   task      the queries of some tokens that share a key-value head
+//   step      one task over one block
+//   part      one of three bfloat16 whose sum is a weight of a slot
+//
+// Work is dealt to threads in ranges (threads.h).
 #pragma once
 
 #include <cstdint>
 
 namespace specjax {
 
-// The numbers of WEIGHT_KINDS in native.py.
+// Numbered as WEIGHT_KINDS in native.py.
 enum class Kind : int64_t { kInt4 = 0, kMxfp4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
 enum class Scale : int64_t { kBfloat16, kFloat16, kFloat32, kE8m0 };
 
-inline constexpr int64_t kPlane = 128;         // inputs per nibble plane
-inline constexpr int64_t kBlock = 2 * kPlane;  // inputs per packed block
-inline constexpr int64_t kTile = 16;           // rows that are interleaved
+inline constexpr int64_t kPlane = 128;
+inline constexpr int64_t kPlanePair = 2 * kPlane;  // inputs that are packed into the same bytes
+inline constexpr int64_t kTileRows = 16;
 
-// A matrix [n, k] as pallas_kernels/formats.py describes it; `inputs` is k with its padding.
+// A matrix [N, K] as pallas_kernels/formats.py describes it. `inputs` is K with its padding.
 struct Weight {
   Kind kind;
-  // Row by row; or words of kTile rows side by side, [n / kTile, row_bytes / 4, kTile, 4 bytes],
-  // and so the scales and zeros: [n / kTile, groups, kTile].
+  // False: stored row by row. True: words of kTileRows rows stand side by side, [n / kTileRows,
+  // row_bytes / 4, kTileRows, 4 bytes]; scales and zeros are [n / kTileRows, groups, kTileRows].
   bool interleaved;
   int64_t n, inputs, row_bytes;
   const uint8_t* data;
-  // Of quantized kinds: [n, groups]; inputs / group_size groups.
+  // Of quantized kinds, [n, groups] with groups = inputs / group_size:
   int64_t group_size, groups;
   Scale scale;
   const void* scales;
@@ -32,20 +67,20 @@ struct Weight {
   __attribute__((always_inline)) bool nibbles() const { return kind <= Kind::kMxfp4; }
 };
 
-// The form in which x meets a weight: words of four int8, of two bfloat16, or of one float32.
+// What is multiplied: words of four int8, of two bfloat16, or of one float32.
 enum class Arithmetic { kInteger, kBfloat16, kFloat32 };
 
-// Everything that the preparation of x depends on.
+// How x is prepared. Weights whose preparations are equal share one prepared x.
 struct Preparation {
   Arithmetic arithmetic;
   int64_t inputs;      // padded with zeros
-  int64_t group_size;  // of integers: inputs per scale
-  int64_t sum_size;    // inputs per sum, or 0 where none is wanted
-  int levels;          // of integers: the largest magnitude
-  bool swap_pairs;     // of bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
-  int64_t rows;        // of x; for tiles rounded up to whole portions
-  int64_t portion;     // for tiles: rows of x in one
-  int64_t depth;       // for tiles: words of inputs in one, a power of two; 0: rows stay whole
+  int64_t group_size;  // for integers: inputs per scale
+  int64_t sum_size;    // inputs per sum of x, or 0 for no sums
+  int levels;          // for integers: the largest magnitude
+  bool swap_pairs;     // for bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
+  int64_t rows;        // M; for tiles, rounded up to whole portions
+  int64_t portion;     // for tiles: rows of one portion
+  int64_t depth;       // for tiles: words of a row in one slice, a power of two; otherwise 0
 
   bool operator==(const Preparation& other) const {
     return arithmetic == other.arithmetic && inputs == other.inputs &&
@@ -55,72 +90,73 @@ struct Preparation {
   }
 };
 
-// x: f32 or bf16[m, k].
+// x: f32 or bf16[M, K].
 struct Input {
   const void* data;
   bool bfloat16;
   int64_t m, k;
 };
 
-// x prepared. words: [rows, inputs / inputs per word], or for tiles [words of a row / depth, rows,
-// depth]; scales: f32[m, inputs / group_size]; sums of the values in `words`: i32 or f32[m, inputs /
-// sum_size]. For tiles scales and sums are transposed: [inputs / …, rows].
+// x as the kernels read it:
+//   words:  [rows, words of a row]; for tiles [words of a row / depth, rows, depth]
+//   scales: f32[rows, inputs / group_size]
+//   sums:   i32 or f32[rows, inputs / sum_size], of the values in `words`
+// For tiles, scales and sums are transposed: [inputs / …, rows].
 struct Prepared {
   uint32_t* words;
   float* scales;
   void* sums;
 };
 
-inline constexpr int64_t kAttentionBlock = 256;  // cache slots per step of the running softmax
+inline constexpr int64_t kAttentionBlock = 256;
 
 // How a cache holds its entries (pallas_kernels/cache_entries.py).
 enum class Cached { kFloat32, kBfloat16, kCodes8, kCodes4 };
 
-// Keys or values, [b, slots, kv_heads, e]; of codes, a scale and a zero per head: [b, slots,
-// kv_heads].
+// Keys or values [b, slots, kv_heads, e]. Codes have scales and zeros [b, slots, kv_heads].
 struct Cache {
   const void* data;
   const float* scales;
   const uint8_t* zeros;
 };
 
-// One call of attention (pallas_kernels/attention.py), every buffer row-major.
+// One call of attention (pallas_kernels/attention.py). Every buffer is row-major.
 struct Attention {
   const void* queries;  // [b, tokens, heads, e]
   Cache keys, values;
   bool queries_bfloat16;
   Cached cached;
   const int32_t *lengths, *positions;  // [b], [b, tokens]
-  // Of a tree: [b, tokens, depth], the new tokens on the path to a token, -1 where it has ended. Of
-  // a chain null: each token sees those before it.
+  // For a tree [b, tokens, depth]: the new tokens on the path to a token, then -1. Null for a chain,
+  // where each token sees those before it.
   const int32_t* ancestors;
   int64_t b, tokens, depth, heads, e, slots, kv_heads;
-  int64_t group;  // heads / kv_heads
+  int64_t heads_per_kv;  // heads / kv_heads
   bool windowed;
   int64_t window;
-  float scale;  // on scores, which are exponents of 2
+  float scale;  // of scores, which are exponents of 2
   float* out;   // [b, tokens, heads, e]
 };
 
 // The queries of `tokens` tokens from `token` on, of all heads that share the key-value head
-// `head`. Of the row's slots, only first … last - 1 are seen by any of them; in a tree, a path's
-// new tokens count as if they lay in consecutive slots (attention_input.h).
-struct AttentionTile {
-  int64_t row, head, token, tokens, first, last;
+// `head`. They see no slots but first … last - 1. In a tree, the new tokens of a path count as if
+// they lay in consecutive slots (BlockWeights in attention.h).
+struct AttentionTask {
+  int64_t batch_row, head, token, tokens, first, last;
 };
 
 struct AttentionStep {
-  const AttentionTile* tile;
-  int64_t block;  // of kAttentionBlock slots
+  const AttentionTask* task;
+  int64_t block;  // its number
 };
 
-// What a thread reads after a step, each null where there is none: the next step; and the same
-// head's of the next block that the thread reads of all heads.
+// What a thread reads after a step: the next step, and the step of the same head in the next block
+// of which the thread reads all heads. Each may be null.
 struct AttentionAhead {
   const AttentionStep *next, *later;
 };
 
-// Floats of a thread's scratch and of a tile's sums, for tiles of so many tokens.
+// Floats of a thread's scratch and of a task's sums.
 struct AttentionSizes {
   int64_t scratch, sums;
 };
@@ -129,26 +165,28 @@ struct AttentionSizes {
 struct Kernels {
   const char* name;
   int64_t columns;  // outputs per panel
-  // How x must be prepared for `weight`; levels 0 stands for activations "a16".
+  // How x must be prepared for `weight`. levels: 0 for activations that are not quantized.
   Preparation (*preparation)(const Weight& weight, const Input& x, int levels);
-  // `values`: scratch for twice how.inputs floats.
+  // values: scratch, 2 · how.inputs floats.
   void (*prepare_row)(const Preparation& how, const Input&, int64_t row, float* values,
                       const Prepared&);
-  // Outputs `columns` · panel …; y: f32[m, n].
+  // Writes the outputs of panel number `panel`, from columns · panel on. y: f32[M, N].
   void (*multiply_panel)(const Weight&, const Preparation&, const Prepared&, int64_t m,
                          int64_t panel, float* y);
   AttentionSizes (*attention_sizes)(const Attention&, int64_t tokens);
-  // sums: of one tile over one block of slots.
+  // Writes the sums of one step.
   void (*attend_block)(const Attention&, const AttentionStep&, const AttentionAhead&,
                        float* scratch, float* sums);
   void (*clear_sums)(const Attention&, int64_t tokens, float* sums);
-  // Takes the sums of the next block into those of the blocks before it.
+  // Adds the sums of the next block to those of the blocks before it.
   void (*add_block)(const Attention&, int64_t tokens, const float* next, float* into);
-  void (*write_result)(const Attention&, const AttentionTile&, const float* sums);
-  // For measuring (probe.h): both do nothing of use, and return a number that depends on it.
+  void (*write_result)(const Attention&, const AttentionTask&, const float* sums);
+  // For measurements (probe.h). The result only keeps the compiler from skipping the work.
   uint32_t (*read)(const uint8_t* data, int64_t size);
   uint32_t (*multiply)(Arithmetic);
-  int64_t operations;  // of one call of `multiply` for kFloat32; twice and four times for the others
+  // Operations of one call of `multiply` for kFloat32. kBfloat16 has twice as many, kInteger four
+  // times as many.
+  int64_t operations;
 };
 
 }  // namespace specjax

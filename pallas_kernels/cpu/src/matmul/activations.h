@@ -54,7 +54,7 @@ inline float quantize(const float* values, int64_t size, int levels, int8_t* q) 
 
 // Sums are `stride` apart.
 template <typename Value, typename Sum>
-inline void sum_runs(const Value* values, int64_t count, int64_t size, Sum* sums, int64_t stride) {
+inline void sum_segments(const Value* values, int64_t count, int64_t size, Sum* sums, int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
     Sum total = 0;
     for (int64_t j = 0; j < size; ++j) total += values[i * size + j];
@@ -99,9 +99,9 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
       const int64_t start = g * how.group_size;
       scales[g * stride] = quantize(values + start, how.group_size, how.levels, q + start);
     }
-    sum_runs(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + first_sum, stride);
+    sum_segments(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + first_sum, stride);
   } else {
-    sum_runs(values, sums, how.sum_size, static_cast<float*>(out.sums) + first_sum, stride);
+    sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + first_sum, stride);
     if (how.arithmetic == Arithmetic::kBfloat16) {
       prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(words));
     } else {

@@ -36,11 +36,11 @@ class FewRows {
   FewRows(const Product& p, int64_t column)
       : p_(p),
         groups_(p.w, column),
-        lane_(column % kTile * kWordBytes),
-        tile_(p.w.data + (column & -kTile) * p.w.row_bytes) {}
+        lane_(column % kTileRows * kWordBytes),
+        tile_(p.w.data + (column & -kTileRows) * p.w.row_bytes) {}
 
   SPECJAX_INLINE void multiply(Float* y) {
-    const int64_t tile_bytes = p_.w.row_bytes * kTile;
+    const int64_t tile_bytes = p_.w.row_bytes * kTileRows;
     for (int64_t chunk = 0; chunk < p_.how.inputs / (2 * kRun<A>); ++chunk) {
       const uint8_t* from = tile_ + chunk * kChunkBytes;
       const int64_t left = tile_bytes - chunk * kChunkBytes;
@@ -59,36 +59,36 @@ class FewRows {
   using Vector = typename Sums<A>::Vector;
   static constexpr int64_t kWordBytes = 4;
   static constexpr int kChains = Sums<A>::kChains;
-  static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTile;
+  static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTileRows;
   // Runs that lie in the same words are summed together, if there are registers for both.
   static constexpr bool kSameWords = kind <= Kind::kMxfp4;
   static constexpr int kRuns = kSameWords && 2 * R * kChains <= kFewSums ? 2 : 1;
-  static constexpr int kSteps = kRun<A> / kSmallestGroup;
+  static constexpr int kSlices = kRun<A> / kSmallestGroup;
   static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
-  static constexpr int kStepWords = kRunBytes / kSteps / (kTile * kWordBytes);
+  static constexpr int kSliceWords = kRunBytes / kSlices / (kTileRows * kWordBytes);
 
   // Segments end in one order, however many rows there are: of runs that share words by turns.
   SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
     if constexpr (kRuns == 2) {
-      add_runs<0>(chunk, from, 0, kSteps, y);
+      add_runs<0>(chunk, from, 0, kSlices, y);
     } else {
-      const int64_t length = kSameWords ? p_.segment<A>() / kSmallestGroup : kSteps;
-      for (int64_t step = 0; step < kSteps; step += length) {
-        add_runs<0>(chunk, from, step, step + length, y);
-        add_runs<1>(chunk, kSameWords ? from : from + kRunBytes, step, step + length, y);
+      const int64_t length = kSameWords ? p_.segment<A>() / kSmallestGroup : kSlices;
+      for (int64_t slice = 0; slice < kSlices; slice += length) {
+        add_runs<0>(chunk, from, slice, slice + length, y);
+        add_runs<1>(chunk, kSameWords ? from : from + kRunBytes, slice, slice + length, y);
       }
     }
   }
 
-  // Of runs first … first + kRuns - 1 the steps begin … last - 1. A step is of the smallest group: it
+  // Of runs first … first + kRuns - 1 the slices begin … last - 1. A slice is of the smallest group: it
   // is known where in it a word is, and that it ends there.
   template <int first>
   SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last,
                                Float* y) {
-    constexpr int kStepInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
+    constexpr int kSliceInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
     const int64_t segment = p_.segment<A>(), start = run_start<A>(p_.w, chunk, first);
     const uint32_t* x[R];
-    SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] = p_.words<A>(r, start + begin * kStepInputs);
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] = p_.words<A>(r, start + begin * kSliceInputs);
     Vector sums[kRuns][R][kChains] = {};
     const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
       if (run < first || run >= first + kRuns) return;  // the words hold both runs
@@ -97,14 +97,14 @@ class FewRows {
         sum = Sums<A>::add(sum, value, splat(x[r][(run - first) * kRunStride + word]));
       }
     };
-    from += begin * kStepWords * kTile * kWordBytes;
-    for (int64_t step = begin; step < last; ++step) {
-      SPECJAX_UNROLL for (int i = 0; i < kStepWords; ++i, from += kTile * kWordBytes) {
+    from += begin * kSliceWords * kTileRows * kWordBytes;
+    for (int64_t slice = begin; slice < last; ++slice) {
+      SPECJAX_UNROLL for (int i = 0; i < kSliceWords; ++i, from += kTileRows * kWordBytes) {
         if (first == 0 || !kSameWords) __builtin_prefetch(from + kAhead);
         decoder_.decode(first, i, load<Word>(from + lane_), add);
       }
-      SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] += kStepInputs / kPerWord<A>;
-      const int64_t end = (step + 1) * kStepInputs;
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] += kSliceInputs / kPerWord<A>;
+      const int64_t end = (slice + 1) * kSliceInputs;
       if ((end & (segment - 1)) != 0) continue;
       SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
         end_segment(start + run * kPlane + end - segment, sums[run], y);

@@ -81,14 +81,14 @@ class Groups {
   SPECJAX_INLINE void ask(int vectors, int64_t chunk) const {
     if (!w_.quantized() || !w_.interleaved) return;
     const int64_t bytes = w_.scale == Scale::kE8m0 ? 1 : w_.scale == Scale::kFloat32 ? 4 : 2;
-    const int64_t tiles = (vectors * kLanes + kTile - 1) / kTile;
+    const int64_t tiles = (vectors * kLanes + kTileRows - 1) / kTileRows;
     const int64_t group = run_start<A>(w_, chunk, 0) / w_.group_size;
     const int64_t count = (2 * kRun<A> + w_.group_size - 1) / w_.group_size;
     const int64_t beside = group < w_.groups ? 0 : tiles - 1;  // tiles that are read already
     const auto* scales = static_cast<const uint8_t*>(w_.scales);
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = ((column_ / kTile + tile + beside) * w_.groups + group) * kTile;
-      for (int64_t i = 0; i < count * kTile * bytes; i += kLine) {
+      const int64_t first = ((column_ / kTileRows + tile + beside) * w_.groups + group) * kTileRows;
+      for (int64_t i = 0; i < count * kTileRows * bytes; i += kLine) {
         __builtin_prefetch(scales + first * bytes + i);
       }
       if (w_.zeros != nullptr) __builtin_prefetch(w_.zeros + first);
@@ -98,7 +98,7 @@ class Groups {
  private:
   SPECJAX_INLINE Group read_interleaved(int64_t row, int64_t group) const {
     if (row >= w_.n) return {Float{}, Int{}};
-    const int64_t tile = row & -kTile, first = tile * w_.groups + group * kTile + (row - tile);
+    const int64_t tile = row & -kTileRows, first = tile * w_.groups + group * kTileRows + (row - tile);
     Group result{(Float)read_scales(w_, first, kLanes), Int{} + offset(w_.kind)};
     if (w_.zeros != nullptr) {
       result.zeros += widen(load<SignedByte>(w_.zeros + first));

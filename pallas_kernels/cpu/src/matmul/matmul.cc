@@ -25,11 +25,11 @@ struct Description {
   int64_t buffers() const { return quantized() ? 2 + zeros : 1; }
 };
 
-int64_t tiles(int64_t rows) { return (rows + kTile - 1) / kTile; }
+int64_t tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zeros, Weight& w) {
   const Shape shape =
-      w.interleaved ? Shape{tiles(w.n), w.groups, kTile} : Shape{w.n, w.groups};
+      w.interleaved ? Shape{tiles(w.n), w.groups, kTileRows} : Shape{w.n, w.groups};
   if (shape_of(scales) != shape) {
     return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
   }
@@ -63,7 +63,7 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
   }
   const ffi::AnyBuffer& data = buffers[0];
   const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
-  const int64_t padded = (k + kBlock - 1) / kBlock * kBlock;
+  const int64_t padded = (k + kPlanePair - 1) / kPlanePair * kPlanePair;
   w = Weight{};
   w.kind = d.kind, w.inputs = d.quantized() ? padded : k;
   w.interleaved = d.outputs != 0;
@@ -73,7 +73,7 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
   const int64_t size = ffi::ByteWidth(types[static_cast<int>(d.kind)]), per_word = 4 / size;
   const int64_t words = (columns + per_word - 1) / per_word;
   const Shape wanted =
-      w.interleaved ? Shape{tiles(w.n), words, kTile * per_word} : Shape{w.n, columns};
+      w.interleaved ? Shape{tiles(w.n), words, kTileRows * per_word} : Shape{w.n, columns};
   if (data.element_type() != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 ||
       columns < 1) {
     return invalid("a weight for " + std::to_string(k) + " inputs does not fit: got " + text(dims));
@@ -111,10 +111,10 @@ class Storage {
 void prepare(ffi::ThreadPool& pool, const Kernels& kernels, const Preparation& how, const Input& x,
              const Prepared& out) {
   const int64_t rows = std::max<int64_t>(1, kSerialWork / how.inputs);
-  parallel_for(pool, (x.m + rows - 1) / rows, [&](int64_t part) {
+  parallel_for(pool, (x.m + rows - 1) / rows, [&](int64_t index) {
     thread_local std::vector<float> values;
     if (values.size() < static_cast<size_t>(2 * how.inputs)) values.resize(2 * how.inputs);
-    for (int64_t row = part * rows; row < std::min(x.m, (part + 1) * rows); ++row) {
+    for (int64_t row = index * rows; row < std::min(x.m, (index + 1) * rows); ++row) {
       kernels.prepare_row(how, x, row, values.data(), out);
     }
   });

@@ -10,17 +10,17 @@ namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kRowsPerPass = 96;  // rows that share one decoded panel: their y is in cache
 
-inline constexpr int kWordsPerStep = 8;  // of `ahead`
+inline constexpr int kWordsPerAsk = 8;  // of `ahead`
 
 // Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on. Meanwhile `ahead` takes its
-// steps, or memory would rest until the next chunk is decoded.
+// asks, or memory would rest until the next chunk is decoded.
 template <Arithmetic A, int R>
 inline void add_segment(const Product& p, const Group* groups, const Place& place,
                         const Word* panel, int64_t start, int64_t row, Prefetch& ahead, Float* y) {
   const int64_t stride = p.how.inputs / kPerWord<A>;
   const uint32_t* words = p.words<A>(row, start);
   using Vector = typename Sums<A>::Vector;
-  constexpr int kChains = Sums<A>::kChains, kStride = kWordsPerStep * kChains;
+  constexpr int kChains = Sums<A>::kChains, kStride = kWordsPerAsk * kChains;
   static_assert(kSmallestGroup / kPerWord<A> % kStride == 0);
   Vector totals[R][kVectors];
   SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
@@ -29,7 +29,7 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
   for (int chain = 0; chain < kChains; ++chain) {
     Vector sums[R][kVectors] = {};
     for (int64_t i = chain; i < p.segment<A>() / kPerWord<A>; i += kChains) {
-      if (i % kStride == chain) ahead.step();
+      if (i % kStride == chain) ahead.ask();
       Word weights[kVectors];
       SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
       SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
@@ -76,12 +76,12 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
     Group group[kVectors];
     const Place place = Place::of<A>(p, start);
     for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, place.group);
-    const Word* part = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
+    const Word* weights = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
     int64_t row = 0;
     for (int64_t portion = 0; portion < portions; ++portion) {
       const int64_t count = m / portions + (portion < rest);
       Float* sums = y + row * kVectors;
-      add_rows<A, kRows>(p, group, place, part, start, first + row, count, ahead, sums);
+      add_rows<A, kRows>(p, group, place, weights, start, first + row, count, ahead, sums);
       row += count;
     }
   }
@@ -94,8 +94,8 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
   std::memset(sums, 0, m * kVectors * sizeof(Float));
   Groups groups(p.w, column);
   const int64_t portions = (m + kRows - 1) / kRows;
-  const int64_t steps = portions * 2 * kRunWords<A> / kWordsPerStep;
-  Prefetch ahead(p.w, column, kColumns, chunk_bytes<A>(kind), steps);
+  const int64_t asks = portions * 2 * kRunWords<A> / kWordsPerAsk;
+  Prefetch ahead(p.w, column, kColumns, chunk_bytes<A>(kind), asks);
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
     add_chunk<A, kind>(p, column, groups, chunk, first, m, ahead, sums);
   }

@@ -2,8 +2,8 @@
 // vector holds one word of inputs for kLanes neighbouring outputs.
 //
 // An interleaved weight (pallas_kernels/interleave.py) is stored as those vectors. Of one that is
-// stored row by row, rows are read a slab of kBytes at a time, kLanes rows at once, and transposed
-// in registers, which costs a fifth of what memory could give.
+// stored row by row, a square is read at a time, kLanes words of kLanes rows, and transposed in
+// registers, which costs a fifth of the memory's bandwidth.
 //
 // A chunk is two runs of `kRun` inputs: of packed nibbles, the same bytes' low and high ones.
 #pragma once
@@ -57,7 +57,7 @@ template <Arithmetic A>
 inline int64_t run_start(const Weight& w, int64_t chunk, int run) {
   if (!w.nibbles()) return (2 * chunk + run) * kRun<A>;
   constexpr int64_t per_plane = kPlane / kRun<A>;
-  return chunk / per_plane * kBlock + chunk % per_plane * kRun<A> + run * kPlane;
+  return chunk / per_plane * kPlanePair + chunk % per_plane * kRun<A> + run * kPlane;
 }
 
 // Bytes of a row per chunk.
@@ -69,21 +69,21 @@ constexpr int chunk_bytes(Kind kind) {
                                    : kRun<A>;
 }
 
-// A slab of an interleaved weight. Its last tile is whole.
+// A square of an interleaved weight. Its last tile is whole.
 SPECJAX_INLINE void read_interleaved(const Weight& w, int64_t row, int64_t offset, Word* words) {
-  const int64_t tile = row & -kTile;
-  const uint8_t* from = w.data + tile * w.row_bytes + offset * kTile + (row - tile) * 4;
+  const int64_t tile = row & -kTileRows;
+  const uint8_t* from = w.data + tile * w.row_bytes + offset * kTileRows + (row - tile) * 4;
   const int64_t left = row < w.n ? (w.row_bytes - offset) / 4 : 0;
   if (__builtin_expect(left < kLanes, 0)) {
-    for (int i = 0; i < kLanes; ++i) words[i] = i < left ? load<Word>(from + i * kTile * 4) : Word{};
+    for (int i = 0; i < kLanes; ++i) words[i] = i < left ? load<Word>(from + i * kTileRows * 4) : Word{};
     return;
   }
-  SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * kTile * 4);
+  SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * kTileRows * 4);
 }
 
 // kLanes rows of kBytes bytes, from row `row` and byte `offset` of a row on, transposed. What lies
 // outside the weight is zero.
-SPECJAX_INLINE void read_slab(const Weight& w, int64_t row, int64_t offset, Word* words) {
+SPECJAX_INLINE void read_square(const Weight& w, int64_t row, int64_t offset, Word* words) {
   if (w.interleaved) return read_interleaved(w, row, offset, words);
   alignas(64) uint8_t edge[kLanes * kBytes];
   const uint8_t* from = w.data + row * w.row_bytes + offset;
@@ -192,15 +192,15 @@ struct Decoder {
 // Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on.
 template <Arithmetic A, Kind kind, typename Put>
 SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const Put& put) {
-  constexpr int kParts = kind <= Kind::kMxfp4 ? 1 : 2;  // of a row's bytes: one per run they hold
-  constexpr int kPartBytes = chunk_bytes<A>(kind) / kParts;
+  constexpr int kRunsApart = kind <= Kind::kMxfp4 ? 1 : 2;  // nibbles of both runs share their bytes
+  constexpr int kBytesApart = chunk_bytes<A>(kind) / kRunsApart;
   const Decoder<A, kind> decoder;
-  SPECJAX_UNROLL for (int part = 0; part < kParts; ++part) {
-    for (int slab = 0; slab < kPartBytes / kBytes; ++slab) {
+  SPECJAX_UNROLL for (int run = 0; run < kRunsApart; ++run) {
+    for (int square = 0; square < kBytesApart / kBytes; ++square) {
       Word words[kLanes];
-      read_slab(w, row, (chunk * kParts + part) * kPartBytes + slab * kBytes, words);
+      read_square(w, row, (chunk * kRunsApart + run) * kBytesApart + square * kBytes, words);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
-        decoder.decode(part, slab * kLanes + i, words[i], put);
+        decoder.decode(run, square * kLanes + i, words[i], put);
       }
     }
   }

@@ -5,7 +5,7 @@
 // two, and one instruction scales what is decoded, exactly.
 //
 // What bounds these loops is the first-level cache, which another thread may share: what is decoded
-// must still be in it when it is loaded as a tile. So a stream decodes one step ahead, no more.
+// must still be in it when it is loaded as a tile. So a stream decodes one slice ahead, no more.
 #pragma once
 
 #include "matmul/tile_source.h"
@@ -79,7 +79,7 @@ class TilePair {
  public:
   TilePair(const Product& p, int64_t column)
       : p_(p),
-        steps_(p),
+        slices_(p),
         column_(column),
         beside_(column + kLanes < p.w.n),
         groups_(p.w, column),
@@ -87,45 +87,45 @@ class TilePair {
 
  protected:
   using Source = TileSource<A, kind, kDepth, kScaled>;
-  using Steps = typename Source::Steps;
+  using Slices = typename Source::Slices;
   using Vector = typename Sums<A>::Vector;
-  static constexpr int kRuns = Steps::kRuns;
+  static constexpr int kRuns = Slices::kRuns;
   static constexpr bool kSegments = kind <= Kind::kInt8 && !kScaled;
   static constexpr int kTotals = kSegments ? 1 : kRuns;  // that make up an output
 
   const Product& p_;
-  const Steps steps_;
+  const Slices slices_;
   const int64_t column_;
   const int beside_;
   Groups groups_;
   Source sources_[kSideBySide];
 };
 
-// One portion of rows. Tile 2 · run + vector holds sums; while a step is multiplied the next one is
-// decoded, a part after every product.
+// One portion of rows. Tile 2 · run + vector holds sums; while a slice is multiplied the next one is
+// decoded, a share after every product.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileStream : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
-  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::steps_, Pair::column_,
+  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::slices_, Pair::column_,
       Pair::beside_, Pair::groups_, Pair::sources_;
-  using typename Pair::Vector, typename Pair::Steps;
+  using typename Pair::Vector, typename Pair::Slices;
 
  public:
   using Pair::Pair;
 
   SPECJAX_INLINE void multiply(int64_t m, float* y) {
-    constexpr int kPerChunk = Steps::kPerChunk;
-    const int64_t last = steps_.chunks * kPerChunk - 1;
+    constexpr int kPerChunk = Slices::kPerChunk;
+    const int64_t last = slices_.chunks * kPerChunk - 1;
     zero();
-    SPECJAX_UNROLL for (int part = 0; part < kSideBySide * kRuns; ++part) read(0, part);
+    SPECJAX_UNROLL for (int share = 0; share < kSideBySide * kRuns; ++share) read(0, share);
     const uint32_t* x = p_.x.words;
-    for (int64_t chunk = 0; chunk < steps_.chunks; ++chunk, x += steps_.chunk_words) {
+    for (int64_t chunk = 0; chunk < slices_.chunks; ++chunk, x += slices_.chunk_words) {
       groups_.template ask<A>(kSideBySide, chunk + 1);
       for (int64_t s = 0; s < kPerChunk; ++s) {
-        const int64_t step = chunk * kPerChunk + s;
-        add(x + s * steps_.words, step, step < last ? step + 1 : last);
-        if (kSegments && ((s + 1) & (steps_.per_segment - 1)) == 0) {
-          end_segments(2 * chunk * kRun<A> + (s + 1) * Steps::kInputs - p_.template segment<A>());
+        const int64_t slice = chunk * kPerChunk + s;
+        add(x + s * slices_.words, slice, slice < last ? slice + 1 : last);
+        if (kSegments && ((s + 1) & (slices_.per_segment - 1)) == 0) {
+          end_segments(2 * chunk * kRun<A> + (s + 1) * Slices::kInputs - p_.template segment<A>());
         }
       }
     }
@@ -151,22 +151,22 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
     if constexpr (kRuns == 2) store_tile<2 + v>(second, kBytes);
   }
 
-  // Part `part` of step `step`: a half of a vector's lines that are decoded, or all of them.
-  SPECJAX_INLINE void read(int64_t step, int part) {
-    constexpr int kCount = Steps::kLines / kRuns;
-    const int v = part / kRuns, first = part % kRuns * kCount;
-    sources_[v].template ask<kCount>(step * Steps::kLines + first + kLinesAhead);
-    const Word*& weights = weights_[step & 1][v];
-    weights = sources_[v].stored(step);
+  // Share `share` of slice `slice`: half of a vector's lines that are decoded, or all of them.
+  SPECJAX_INLINE void read(int64_t slice, int share) {
+    constexpr int kCount = Slices::kLines / kRuns;
+    const int v = share / kRuns, first = share % kRuns * kCount;
+    sources_[v].template ask<kCount>(slice * Slices::kLines + first + kLinesAhead);
+    const Word*& weights = weights_[slice & 1][v];
+    weights = sources_[v].stored(slice);
     if (weights != nullptr) return;
-    weights = buffers_[step & 1][v];
-    sources_[v].template read<kCount, kDepth>(step, first, buffers_[step & 1][v]);
+    weights = buffers_[slice & 1][v];
+    sources_[v].template read<kCount, kDepth>(slice, first, buffers_[slice & 1][v]);
   }
 
-  SPECJAX_INLINE void add(const uint32_t* x, int64_t step, int64_t next) {
-    const Word *left = weights_[step & 1][0], *right = weights_[step & 1][1];
+  SPECJAX_INLINE void add(const uint32_t* x, int64_t slice, int64_t next) {
+    const Word *left = weights_[slice & 1][0], *right = weights_[slice & 1][1];
     add_run<0>(x, left, right, next);
-    if constexpr (kRuns == 2) add_run<1>(x + steps_.run_words, left + kDepth, right + kDepth, next);
+    if constexpr (kRuns == 2) add_run<1>(x + slices_.run_words, left + kDepth, right + kDepth, next);
   }
 
   template <int run>
@@ -206,28 +206,28 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
 // Several portions of rows: a chunk is decoded for all of them, and multiplied for two at a time.
 // Tile 2 · portion + vector holds sums.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
-class TilePanel : TilePair<A, kind, kDepth, kScaled> {
+class TileChunks : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
-  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::steps_, Pair::column_,
+  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::slices_, Pair::column_,
       Pair::beside_, Pair::groups_, Pair::sources_;
-  using typename Pair::Vector, typename Pair::Steps, typename Pair::Source;
+  using typename Pair::Vector, typename Pair::Slices, typename Pair::Source;
 
  public:
   using Pair::Pair;
 
   // Portions `first` … first + portions - 1, an even number.
   void multiply(int64_t m, int64_t first, int64_t portions, float* y) {
-    const int64_t length = kSegments ? steps_.per_segment : kPerChunk;
+    const int64_t length = kSegments ? slices_.per_segment : kPerChunk;
     const int64_t pair_words = 2 * p_.how.portion * kDepth;
     const uint32_t* x = p_.x.words + first * p_.how.portion * kDepth;
-    for (int64_t chunk = 0; chunk < steps_.chunks; ++chunk, x += steps_.chunk_words) {
+    for (int64_t chunk = 0; chunk < slices_.chunks; ++chunk, x += slices_.chunk_words) {
       groups_.template ask<A>(kSideBySide, chunk + 1);
       read(chunk);
       for (int64_t i = 0; i < portions; i += 2) {
         for (int64_t s = 0; s < kPerChunk; s += length) {
-          const uint32_t* from = x + i / 2 * pair_words + s * steps_.words;
+          const uint32_t* from = x + i / 2 * pair_words + s * slices_.words;
           add(from, chunk, s, length, 0, first + i, i);
-          if (kRuns == 2) add(from + steps_.run_words, chunk, s, length, 1, first + i, i);
+          if (kRuns == 2) add(from + slices_.run_words, chunk, s, length, 1, first + i, i);
         }
       }
     }
@@ -239,7 +239,7 @@ class TilePanel : TilePair<A, kind, kDepth, kScaled> {
   }
 
  private:
-  static constexpr int kPerChunk = Steps::kPerChunk;
+  static constexpr int kPerChunk = Slices::kPerChunk;
   static constexpr int kChunkWords = kPerChunk * kDepth;  // of a run
 
   void read(int64_t chunk) {
@@ -249,36 +249,36 @@ class TilePanel : TilePair<A, kind, kDepth, kScaled> {
       weights_[v] = stored ? sources_[v].stored(first) : buffers_[v];
       for (int s = 0; s < kPerChunk && !stored; ++s) {
         Word* to = buffers_[v] + s * kDepth;
-        sources_[v].template read<Steps::kLines, kChunkWords>(first + s, 0, to);
+        sources_[v].template read<Slices::kLines, kChunkWords>(first + s, 0, to);
       }
     }
   }
 
-  // Asks for a part of the next chunk, as large as step `step` of run `run` is of this one.
-  SPECJAX_INLINE void ask(int64_t chunk, int64_t step, int run) {
-    constexpr int kCount = Steps::kLines / kRuns;
-    const int64_t part = (chunk + 1) * kPerChunk * kRuns + step * kRuns + run;
-    for (const Source& source : sources_) source.template ask<kCount>(part * kCount);
+  // Asks for a share of the next chunk, as large as slice `slice` of run `run` is of this one.
+  SPECJAX_INLINE void ask(int64_t chunk, int64_t slice, int run) {
+    constexpr int kCount = Slices::kLines / kRuns;
+    const int64_t place = (chunk + 1) * kPerChunk * kRuns + slice * kRuns + run;
+    for (const Source& source : sources_) source.template ask<kCount>(place * kCount);
   }
 
-  // Adds `length` steps of run `run` from step `s` of the chunk on, for portions `portion` and the
-  // next: of those that share this panel `i` and the next.
+  // Adds `length` slices of run `run` from slice `s` of the chunk on, for portions `portion` and the
+  // next: `i` and the next of those that share what is decoded.
   SPECJAX_INLINE void add(const uint32_t* x, int64_t chunk, int64_t s, int64_t length, int run,
                           int64_t portion, int64_t i) {
     const Word* left = weights_[0] + run * kChunkWords + s * kDepth;
     const Word* right = weights_[1] + run * kChunkWords + s * kDepth;
     begin(run, i);
-    for (int64_t step = 0; step < length; ++step) {
+    for (int64_t slice = 0; slice < length; ++slice) {
       load_tile<4>(x, 4 * kDepth), load_tile<6>(left, kBytes);
       add_product<A, 0, 4, 6>();
-      if (i == 0) ask(chunk, s + step, run);
+      if (i == 0) ask(chunk, s + slice, run);
       load_tile<7>(right, kBytes);
       add_product<A, 1, 4, 7>();
       load_tile<5>(x + p_.how.portion * kDepth, 4 * kDepth);
       add_product<A, 2, 5, 6>(), add_product<A, 3, 5, 7>();
-      x += steps_.words, left += kDepth, right += kDepth;
+      x += slices_.words, left += kDepth, right += kDepth;
     }
-    end(2 * chunk * kRun<A> + s * Steps::kInputs + run * kPlane, run, portion, i);
+    end(2 * chunk * kRun<A> + s * Slices::kInputs + run * kPlane, run, portion, i);
   }
 
   SPECJAX_INLINE void begin(int run, int64_t i) {
@@ -318,11 +318,11 @@ class TilePanel : TilePair<A, kind, kDepth, kScaled> {
 };
 
 template <Arithmetic A, Kind kind, int kDepth = kTileWords, bool kScaled = false>
-inline void multiply_by_tiles(const Product& p, int64_t m, int64_t panel, float* y) {
+inline void multiply_by_tiles(const Product& p, int64_t m, int64_t first_column, float* y) {
   const TileShapes shapes(p.how.portion, kDepth);
   const int64_t portions = p.how.rows / p.how.portion;
-  const int64_t end = panel + kColumns < p.w.n ? panel + kColumns : p.w.n;
-  for (int64_t column = panel; column < end; column += kSideBySide * kLanes) {
+  const int64_t end = first_column + kColumns < p.w.n ? first_column + kColumns : p.w.n;
+  for (int64_t column = first_column; column < end; column += kSideBySide * kLanes) {
     if (portions == 1) {
       TileStream<A, kind, kDepth, kScaled>(p, column).multiply(m, y);
       continue;
@@ -330,7 +330,7 @@ inline void multiply_by_tiles(const Product& p, int64_t m, int64_t panel, float*
     for (int64_t first = 0; first < portions; first += kPortionsPerPass) {
       const int64_t left = portions - first;
       const int64_t count = left < kPortionsPerPass ? left : kPortionsPerPass;
-      TilePanel<A, kind, kDepth, kScaled>(p, column).multiply(m, first, count, y);
+      TileChunks<A, kind, kDepth, kScaled>(p, column).multiply(m, first, count, y);
     }
   }
 }

@@ -1,4 +1,4 @@
-// A weight as tiles want it, a step at a time: a step is kDepth words of every run, a word a vector
+// A weight as tiles want it, a slice at a time: a slice is kDepth words of every run, a word a vector
 // over kLanes outputs.
 //
 // What is stored as tiles want it is loaded as it stands; 4-bit codes are decoded to signed bytes or
@@ -29,7 +29,7 @@ alignas(64) inline constexpr uint16_t kLargestMxfp4[2 * kLanes] = {
 inline bool scales_are_exponents(const Weight& w, int64_t column) {
   const auto* scales = static_cast<const uint8_t*>(w.scales);
   const int64_t rows = w.n - column < kColumns ? w.n - column : kColumns;
-  const int64_t whole = w.interleaved ? rows / kTile * kTile : rows;
+  const int64_t whole = w.interleaved ? rows / kTileRows * kTileRows : rows;
   uint8_t least = kFirstScale, most = kLastScale;
   const auto look = [&](int64_t first, int64_t count) {
     for (int64_t i = first; i < first + count; ++i) {
@@ -38,7 +38,7 @@ inline bool scales_are_exponents(const Weight& w, int64_t column) {
   };
   look(column * w.groups, whole * w.groups);
   for (int64_t group = 0; group < w.groups && whole < rows; ++group) {
-    look((column + whole) * w.groups + group * kTile, rows - whole);
+    look((column + whole) * w.groups + group * kTileRows, rows - whole);
   }
   return least == kFirstScale && most == kLastScale;
 }
@@ -46,17 +46,17 @@ inline bool scales_are_exponents(const Weight& w, int64_t column) {
 alignas(16) inline constexpr int8_t kMxfp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                                         0, -1, -2, -3, -4, -6, -8, -12};
 
-// The steps of a product whose x is prepared for tiles of `kDepth` words.
+// The slices of a product whose x is prepared for tiles of `kDepth` words.
 template <Arithmetic A, Kind kind, int kDepth>
-struct TileSteps {
+struct TileSlices {
   static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same bytes
   static constexpr int kInputs = kDepth * kPerWord<A>;        // of a run
   // A line is kLineBytes bytes of each output.
   static constexpr int kLines = kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2 : kDepth;
   static constexpr int kPerChunk = 2 * kRun<A> / (kRuns * kInputs);
 
-  // Words of x from a step to the next within a chunk, between runs, and from chunk to chunk.
-  explicit TileSteps(const Product& p)
+  // Words of x from a slice to the next within a chunk, between runs, and from chunk to chunk.
+  explicit TileSlices(const Product& p)
       : words(kDepth * p.how.rows),
         run_words(kPlane / kPerWord<A> * p.how.rows),
         chunk_words(2 * kRun<A> / kPerWord<A> * p.how.rows),
@@ -71,33 +71,33 @@ struct TileSteps {
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileSource {
  public:
-  using Steps = TileSteps<A, kind, kDepth>;
-  static constexpr int kRuns = Steps::kRuns, kLines = Steps::kLines;
+  using Slices = TileSlices<A, kind, kDepth>;
+  static constexpr int kRuns = Slices::kRuns, kLines = Slices::kLines;
 
   TileSource(const Weight& w, int64_t column, int vector, Groups& groups)
       : w_(w),
         column_(column),
         from_(w.data + column * w.row_bytes),
-        length_(w.row_bytes * kTile),
+        length_(w.row_bytes * kTileRows),
         vector_(vector),
         groups_(groups) {
     if constexpr (kScaled) decoder_.table = load<Word>(kLargestMxfp4);
   }
 
-  // Where step `step` is stored as tiles want it, or null: then it must be read.
-  SPECJAX_INLINE const Word* stored(int64_t step) const {
-    if (kRuns == 2 || !is_whole((step + 1) * kLines)) return nullptr;
-    return reinterpret_cast<const Word*>(from_ + step * kLines * kBytes);
+  // Where slice `slice` is stored as tiles want it, or null: then it must be read.
+  SPECJAX_INLINE const Word* stored(int64_t slice) const {
+    if (kRuns == 2 || !is_whole((slice + 1) * kLines)) return nullptr;
+    return reinterpret_cast<const Word*>(from_ + slice * kLines * kBytes);
   }
 
-  // Lines first … first + kCount - 1 of step `step`, decoded: to[run][word]; runs are kRunWords
+  // Lines first … first + kCount - 1 of slice `slice`, decoded: to[run][word]; runs are kRunWords
   // words apart.
   template <int kCount, int kRunWords>
-  SPECJAX_INLINE void read(int64_t step, int first, Word* to) {
+  SPECJAX_INLINE void read(int64_t slice, int first, Word* to) {
     if constexpr (kScaled) {
-      if (first == 0) read_exponents(step);
+      if (first == 0) read_exponents(slice);
     }
-    const int64_t line = step * kLines + first;
+    const int64_t line = slice * kLines + first;
     const uint8_t* from = is_whole(line + kCount) ? from_ + line * kBytes : transposed(line);
     const Decoder<A, kind> decoder = decoder_;
     to += first * (kDepth / kLines);
@@ -118,27 +118,27 @@ class TileSource {
 
  private:
   static constexpr int kLineBytes = 4;  // of an output
-  static_assert(kTile == kLanes);
+  static_assert(kTileRows == kLanes);
 
   // Whether the lines before line `end` are stored side by side.
   SPECJAX_INLINE bool is_whole(int64_t end) const {
     return w_.interleaved && end * kLineBytes <= w_.row_bytes;
   }
 
-  // Line `line` of what is stored otherwise, or ends within the slab.
+  // Line `line` of what is stored otherwise, or ends within the square.
   const uint8_t* transposed(int64_t line) {
-    const int64_t slab = line / kLanes;
-    if (slab != slab_) read_slab(w_, column_, slab * kBytes, words_);
-    slab_ = slab;
+    const int64_t square = line / kLanes;
+    if (square != square_) read_square(w_, column_, square * kBytes, words_);
+    square_ = square;
     return reinterpret_cast<const uint8_t*>(words_ + line % kLanes);
   }
 
-  // For step `step`: a step is a group.
-  SPECJAX_INLINE void read_exponents(int64_t step) {
-    static_assert(!kScaled || Steps::kInputs == kSmallestGroup);
+  // For slice `slice`: a slice is a group.
+  SPECJAX_INLINE void read_exponents(int64_t slice) {
+    static_assert(!kScaled || Slices::kInputs == kSmallestGroup);
     constexpr int kPerPlane = kPlane / kSmallestGroup;
     SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-      const int64_t group = step + step / kPerPlane * kPerPlane + run * kPerPlane;
+      const int64_t group = slice + slice / kPerPlane * kPerPlane + run * kPerPlane;
       const Word half = (Word)groups_.read(vector_, group).scale >> 16;  // 2^(code - 128)
       const Word less = (uint32_t{kLastScale - 1} << 7) - half;
       less_[run] = less | less << 16;
@@ -174,7 +174,7 @@ class TileSource {
   Groups& groups_;
   Decoder<A, kind> decoder_;
   Word less_[kRuns];  // what scales take away from the exponents of both halves of a word
-  int64_t slab_ = -1;
+  int64_t square_ = -1;
   Word words_[kLanes];
 };
 

@@ -12,9 +12,8 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kTileRows = 16;   // of x, at most
-inline constexpr int kTileWords = 16;  // of inputs, at most
-static_assert(kLanes == 16);
+inline constexpr int kTileWords = 16;  // of a row, at most
+static_assert(kLanes == kTileRows);
 
 // The tiles' shapes, for `rows` rows of x and `words` words of inputs: set for as long as this
 // lives and no longer, since others on this thread set their own.

@@ -68,15 +68,15 @@ void rotate(const std::vector<Matrix>& matrices, const float* x, int64_t size, i
             float scale, float* y) {
   thread_local std::vector<float> scratch;
   std::memcpy(y, x, size * sizeof(float));
-  int64_t block = size;  // what the matrices so far have taken apart
+  int64_t length = size;  // what the matrices so far have taken apart
   for (const Matrix& matrix : matrices) {
     scratch.assign(y, y + size);
-    for (int64_t start = 0; start < size; start += block) {
-      multiply(matrix, scratch.data() + start, block / matrix.order, y + start);
+    for (int64_t start = 0; start < size; start += length) {
+      multiply(matrix, scratch.data() + start, length / matrix.order, y + start);
     }
-    block /= matrix.order;
+    length /= matrix.order;
   }
-  for (int64_t start = 0; start < size; start += block) add_pairs(y + start, block, unit);
+  for (int64_t start = 0; start < size; start += length) add_pairs(y + start, length, unit);
   for (int64_t i = 0; i < size; ++i) y[i] *= scale;
 }
 
@@ -110,11 +110,11 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   const int64_t unit = dims.back(), n = dims[dims.size() - 2], size = n * unit;
   std::vector<Matrix> matrices;
   if (auto error = read_matrices(args, n, matrices); error.failure()) return error;
-  const int64_t rows = x.element_count() / size, part = std::max<int64_t>(1, kSerialWork / size);
+  const int64_t rows = x.element_count() / size, each = std::max<int64_t>(1, kSerialWork / size);
   const float* const from = static_cast<const float*>(x.untyped_data());
   float* const to = static_cast<float*>(result->untyped_data());
-  parallel_for(pool, (rows + part - 1) / part, [&](int64_t index) {
-    for (int64_t row = index * part; row < std::min(rows, (index + 1) * part); ++row) {
+  parallel_for(pool, (rows + each - 1) / each, [&](int64_t index) {
+    for (int64_t row = index * each; row < std::min(rows, (index + 1) * each); ++row) {
       rotate(matrices, from + row * size, size, unit, scale, to + row * size);
     }
   });

@@ -86,9 +86,9 @@ void rotate_row(const float* x, const float* cos, const float* sin, int64_t head
 // Calls work(row) for rows of so many values, on as many threads as are worth it.
 template <typename Work>
 void for_rows(ffi::ThreadPool& pool, int64_t rows, int64_t width, const Work& work) {
-  const int64_t part = std::max<int64_t>(1, kSerialWork / width);
-  parallel_for(pool, (rows + part - 1) / part, [&](int64_t index) {
-    for (int64_t row = index * part; row < std::min(rows, (index + 1) * part); ++row) work(row);
+  const int64_t each = std::max<int64_t>(1, kSerialWork / width);
+  parallel_for(pool, (rows + each - 1) / each, [&](int64_t index) {
+    for (int64_t row = index * each; row < std::min(rows, (index + 1) * each); ++row) work(row);
   });
 }
 
