@@ -1,4 +1,4 @@
-"""What every benchmark needs: where it ran, real prompts, and a JSON file for the result."""
+"""Shared by all benchmarks: where they ran, real prompts, and a JSON file for the result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import jaxlib
 import numpy as np
 
 import specjax
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from benchmarks.support.tables import ROOT as ROOT
+from benchmarks.support.tables import table as table
 
 # Read at the start: a long run must name the code that it ran, not what came after.
 COMMIT = subprocess.run(
@@ -31,8 +30,26 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     default = os.environ.get("SPECJAX_DATA", ROOT.parent / "shared" / "data")
     parser.add_argument("--data", type=Path, default=Path(default), help="folder of real data")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=_result, help="write the result here")
     return parser
+
+
+def _result(path: str) -> Path:
+    """The file for the result, refused before a long run rather than after it."""
+    try:
+        refuse_dirty()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(path)
+
+
+def refuse_dirty() -> None:
+    """Raises ValueError where the tree has changes that no commit holds."""
+    if COMMIT.endswith("-dirty"):
+        raise ValueError(
+            f"a result must name a commit that holds its code, got {COMMIT!r}: commit your changes "
+            "first, or leave out --json"
+        )
 
 
 def environment() -> dict[str, Any]:
@@ -59,23 +76,17 @@ def _processor() -> str:
 
 
 def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows with their environment, if a file was asked for."""
+    """Writes the rows with their environment, if a file was asked for.
+
+    Raises:
+      ValueError: the tree has uncommitted changes.
+    """
     if path is not None:
+        refuse_dirty()
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n  ".join(json.dumps(row) for row in rows)
         head = json.dumps(environment(), indent=1)
         path.write_text(f'{{"environment": {head},\n "rows": [\n  {lines}\n]}}\n')
-
-
-def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table of some columns; a cell that a row lacks stays empty."""
-
-    def cell(value: Any) -> str:
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[cell(row.get(name, "")) for name in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def text_prompts(data: Path, kind: str, count: int) -> list[str]:

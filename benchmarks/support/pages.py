@@ -1,0 +1,266 @@
+"""The pages of docs/measurements: one per subject, a section per benchmark, a table per machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from statistics import median
+from typing import Any
+
+from benchmarks.support.results import Result, Rows, figure, load_all, plain
+from benchmarks.support.tables import table
+
+SUBJECTS = {
+    "exactness": "Outputs beside plain decoding's; sampled texts beside their exact distribution.",
+    "speed": "Drafters, batching and layers, beside plain decoding on the same kernels.",
+    "kernels": "Matrix products beside the machine's limit, sampling, and programs for TPUs.",
+    "quality": "Quantization schemes, drafts without a model, and scores on task sets.",
+    "memory": "Bytes and seconds of decoding, conversion, quantization and meshes.",
+}
+
+INDEX = """# Measurements
+
+`python -m benchmarks.report` makes these pages from `benchmarks/results/<machine>/*.json`. It also
+prints how many commits each result is behind the code. Each table names its machine, its files and
+the commits that were measured.
+
+{subjects}
+
+## Machines
+
+{machines}
+
+The machines are rented and shared: rates drift within minutes. Compare numbers of one run only, as
+the tables do. `compilers` holds programs that were compiled for other devices.
+
+`tiny` and the models made from it are small. Their greedy text repeats itself, and repetition is
+easy to draft: acceptance on these pages is higher than on real models.
+
+## Results that are not quoted
+
+These were measured on uncommitted code, or do not name their commit. They are not in any table or
+text here.
+
+{unquoted}
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """The tables of one benchmark."""
+
+    module: str  # "speed.drafters": its folder is the subject
+    files: str  # the pattern of its results' names
+    title: str
+    note: str = ""
+    render: Callable[[Rows], str] = plain
+    apart: bool = False  # a table per file: each has its own plain decoding
+
+
+def pages() -> dict[str, str]:
+    """The text of every page, by its path under docs/."""
+    results = load_all()
+    made = {f"measurements/{subject}.md": _page(subject, results) for subject in SUBJECTS}
+    return {"measurements/index.md": _index(results)} | made
+
+
+def _index(results: Sequence[Result]) -> str:
+    subjects = [
+        {"page": f"[{name}]({name}.md)", "shows": shows} for name, shows in SUBJECTS.items()
+    ]
+    machines = dict.fromkeys((r.machine, _processor(r)) for r in results if r.environment)
+    lines = [{"folder": f"`{machine}`", "processor": processor} for machine, processor in machines]
+    unquoted = [f"- `{r.name}.json`: {r.commit}" for r in results if not r.quotable]
+    return INDEX.format(
+        subjects=table(subjects, ("page", "shows")),
+        machines=table(lines, ("folder", "processor")),
+        unquoted="\n".join(unquoted),
+    )
+
+
+def _page(subject: str, results: Sequence[Result]) -> str:
+    parts = [f"# Measurements: {subject}", SUBJECTS[subject]]
+    for section in SECTIONS:
+        if section.module.split(".")[0] != subject:
+            continue
+        mine = [r for r in results if fnmatch(r.name.split("/")[1], section.files) and r.quotable]
+        parts.append(f"## {section.title}")
+        parts.append(f"`python -m benchmarks.{section.module}`. {section.note}".strip())
+        for machine in dict.fromkeys(r.machine for r in mine):
+            chosen = [r for r in mine if r.machine == machine]
+            parts.append(f"### {_processor(chosen[0])}")
+            for group in [[r] for r in chosen] if section.apart else [chosen]:
+                parts.append(_source(group))
+                parts.append(section.render([row for r in group for row in r.rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _processor(result: Result) -> str:
+    return f"{result.environment['processor']}, {result.environment['cores']} cores"
+
+
+def _source(results: Sequence[Result]) -> str:
+    files = ", ".join(f"`{r.name}.json` ({r.commit})" for r in results)
+    versions = dict.fromkeys(
+        f"Python {r.environment['python']}, jax {r.environment['jax']}" for r in results
+    )
+    return f"{files}; {'; '.join(versions)}."
+
+
+def _picture(name: str) -> str:
+    return f"![{name.replace('-', ' ')}](../pictures/{name}.png)"
+
+
+def _outputs(rows: Rows) -> str:
+    """How many outputs are identical; acceptance of the largest batch."""
+    compared = sum(row["prompts"] for row in rows)
+    identical = sum(row["identical"] for row in rows)
+    qspec = [row for row in rows if "drafter" not in row]
+    parts = [
+        f"{compared} outputs compared with plain decoding's, **{identical} identical**.",
+        "#### QSpec on `tiny`, batch 8",
+        _picture("acceptance-tiny"),
+        "Probability that a draft is kept given that those before it were, and (in brackets) the "
+        "share of all drafts that are kept. *apart*: the verification does not overwrite the "
+        "draft's cache entries.",
+        _acceptance(
+            largest_batch(qspec),
+            lambda row: {
+                "text": row["kind"],
+                "draft": row["activation"],
+                "cache": "overwritten" if row["overwrite"] else "apart",
+            },
+            "draft_length",
+        ),
+        "#### Drafts from models on `tiny-16bit`, batch 8",
+        _acceptance(
+            largest_batch([row for row in rows if "drafter" in row]),
+            lambda row: {"drafter": row["drafter"], "draft length": row["draft_length"]},
+            "kind",
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def largest_batch(rows: Rows) -> Rows:
+    """The rows of the largest batch, by draft length."""
+    largest = max(row["batch"] for row in rows)
+    return sorted((r for r in rows if r["batch"] == largest), key=lambda row: row["draft_length"])
+
+
+def _acceptance(rows: Rows, head: Callable[[dict[str, Any]], dict[str, Any]], across: str) -> str:
+    """One line per `head`, one column per value of `across`."""
+    if across == "kind":  # in the order of the drafters' table, not of their lengths
+        rows = sorted(rows, key=lambda row: row["drafter"])
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(head(row).values()), head(row))
+        shown = f"{row['token_acceptance']:.3f} ({row['acceptance_rate']:.2f})"
+        line[str(row[across])] = shown
+    return plain(list(lines.values()))
+
+
+def _drafters(rows: Rows) -> str:
+    lengths = any(row["part"] == "lengths" for row in rows)
+    return (f"{_picture('draft-lengths')}\n\n" if lengths else "") + plain(rows)
+
+
+def _by_part(rows: Rows) -> str:
+    """One table per part."""
+    parts = dict.fromkeys(row["part"] for row in rows)
+    return "\n\n".join(
+        f"#### {part.capitalize()}\n\n{plain([row for row in rows if row['part'] == part])}"
+        for part in parts
+    )
+
+
+def _compression(rows: Rows) -> str:
+    """Tables by part. One prompt at a time gives the same texts, and so the same counts."""
+    compared = sum(row.get("compared", 0) for row in rows)
+    differing = sum(row.get("differing", 0) for row in rows)
+    rows = [row for row in rows if row.get("batch") != 1]
+    return (
+        f"{compared} greedy outputs compared with plain decoding's, **{differing} differ**.\n\n"
+        f"{_picture('tokens-by-step')}\n\n{_picture('acceptance-by-source')}\n\n{_by_part(rows)}"
+    )
+
+
+def _products(rows: Rows) -> str:
+    """Medians over the shapes of weights; the JSON has every shape."""
+    lines = []
+    for kernel, m in dict.fromkeys((row["kernel"], row["m"]) for row in rows):
+        chosen = [row for row in rows if (row["kernel"], row["m"]) == (kernel, m)]
+        line = {"kernel": kernel, "rows": m, "shapes": len(chosen)}
+        line["share of the limit"] = figure(100 * median(r["fraction"] for r in chosen), 0, " %")
+        line["least"] = figure(100 * min(r["fraction"] for r in chosen), 0, " %")
+        for peer in ("xla", "torch_bf16", "torch_int4pack"):
+            times = [r[f"{peer}_seconds"] / r["seconds"] for r in chosen if f"{peer}_seconds" in r]
+            if times:
+                line[f"{peer} takes".replace("_", " ")] = figure(median(times), 1, "×")
+        lines.append(line)
+    rates = [row["rate_read"] / 1e9 for row in rows]
+    return f"Read bandwidth: {min(rates):.0f} to {max(rates):.0f} GB/s.\n\n{plain(lines)}"
+
+
+def _compiled(rows: Rows) -> str:
+    """Kernels by chip and format."""
+    lines = []
+    for chip, form in dict.fromkeys((row["chip"], row["format"]) for row in rows):
+        chosen = [row for row in rows if (row["chip"], row["format"]) == (chip, form)]
+        errors = sum(bool(row["error"]) for row in chosen)
+        vmem = max(row["vmem_kib"] for row in chosen)
+        lines.append({"chip": chip, "format": form, "programs": len(chosen),
+                      "errors": errors, "most vmem KiB": vmem})  # fmt: skip
+    return plain(lines)
+
+
+def _parallel(rows: Rows) -> str:
+    meshes = [row for row in rows if "equal" in row]
+    moved = [row for row in rows if "equal" not in row]
+    return f"{plain(meshes)}\n\nCollectives of one round:\n\n{plain(moved)}"
+
+
+SECTIONS = (
+    Section("exactness.outputs", "outputs_*", "Greedy outputs, and acceptance", render=_outputs),
+    Section("exactness.chi_square", "chi_square*", "Sampled texts",
+            "100,000 sampled texts per drafter against their exact distribution."),
+    Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
+            "The target is `tiny-16bit` widened to 1.04 billion parameters "
+            "(`benchmarks/support/widen.py`): acceptance is the small model's, cost the large's. "
+            "*speedup* is over plain decoding in the same run. *16-bit head* keeps the output "
+            "matrix in 16 bits; *4-bit target* rows compare with plain decoding of that model.",
+            _drafters, apart=True),
+    Section("speed.qspec", "qspec", "QSpec on `tiny`"),
+    Section("speed.planner", "planner", "Predicted and measured speed-up"),
+    Section("speed.drafter_cost", "drafter_cost*", "Cost of drafters without a model",
+            "*share*: proposing and observing, as a part of a round."),
+    Section("speed.batching", "batching", "Continuous batching",
+            "500 real prompts on `tiny`; *ratio* is over static batching."),
+    Section("speed.decode_step", "decode_step*", "A decode step, a billion parameters",
+            "Llama-3.2-1B's shape in 4 bits, beside llama.cpp and OpenVINO in the same run.",
+            apart=True),
+    Section("speed.layers", "layers", "Layers unrolled or scanned"),
+    Section("kernels.products", "products", "Matrix products",
+            "Medians over the layers' shapes of several models. The limit is the memory's or the "
+            "arithmetic's rate, whichever binds, from the same run. *takes*: time over ours.",
+            _products),
+    Section("kernels.sampling", "sampling", "Choosing a token", "Milliseconds."),
+    Section("kernels.compile_check_tpu", "compile_check_tpu*", "Kernels compiled for TPUs",
+            "Compiled without a device; none has run on one.", _compiled),
+    Section("quality.schemes", "schemes*", "Quantization schemes",
+            "*ppl*: perplexity by activation precision; *accepted*: token acceptance of drafts.",
+            apart=True),
+    Section("quality.compression", "compression*", "Drafts without a model",
+            "Tokens per verification of `tiny`. *drafted*: tokens proposed per verification; "
+            "*error*: standard error of the mean, from seed to seed; *draft passes*: passes of the "
+            "drafting model per token.", _compression),
+    Section("quality.refinement", "refinement", "Refinement of a corpus",
+            "Tokens that a look-up gains, by the part of a corpus that is kept."),
+    Section("quality.evaluation", "evaluation*", "Evaluation", render=_by_part),
+    Section("memory.footprint", "footprint", "Decoding, against the cache's capacity"),
+    Section("memory.convert_1b", "convert_1b", "Conversion of a billion parameters"),
+    Section("memory.quantize_1b", "quantize_1b", "Quantization of a billion parameters"),
+    Section("memory.parallel", "parallel", "Many devices",
+            "Virtual devices of one CPU: bytes and bits, not speed.", _parallel),
+)  # fmt: skip

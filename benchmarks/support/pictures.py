@@ -1,0 +1,138 @@
+"""The pictures of the documentation, from the same results as its tables (needs matplotlib)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.support.pages import largest_batch
+from benchmarks.support.results import RESULTS, Rows, load, select
+
+
+def draw(folder: Path) -> None:
+    """Every picture, into `folder`."""
+    plt.rcParams.update({"legend.fontsize": 8, "axes.grid": True, "grid.alpha": 0.3})
+    greedy = load("epyc/compression_greedy").rows
+    _gains(folder / "gains.png")
+    _acceptance(load("epyc/outputs_tiny_8").rows, folder / "acceptance-tiny.png")
+    _lengths(load("epyc/drafters_lengths").rows, folder / "draft-lengths.png")
+    _steps([row for row in greedy if "by_step" in row], folder / "tokens-by-step.png")
+    sources = [r for name in ("compression", "compression_greedy", "compression_choices")
+               for r in load(f"epyc/{name}").rows if r["part"] == "sources"]  # fmt: skip
+    _sources(sources, folder / "acceptance-by-source.png")
+    _losses(folder / "tiny-loss.png")
+
+
+def _figure(height: float = 3.6) -> tuple[Any, Any]:
+    return plt.subplots(figsize=(6.5, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    # No version of matplotlib in the file: the same results make the same bytes.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _gains(path: Path) -> None:
+    """Speed-up over plain decoding by drafter; what loses first."""
+    from benchmarks.support.quotes import gains
+
+    lines = gains()
+    figure, axes = _figure(4.6)
+    places = range(len(lines))
+    for offset, batch, color in ((-0.2, "1", "#3b6ea8"), (0.2, "8", "#c98b3c")):
+        values = [line[batch] or 0 for line in lines]
+        bars = axes.barh(
+            [p + offset for p in places], values, 0.38, color=color, label=f"batch {batch}"
+        )
+        axes.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=7, padding=2)
+    axes.axvline(1, color="0.2", linewidth=1, zorder=0)
+    axes.set_yticks(places, [line["name"] for line in lines], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper right")
+    axes.set_xlim(0, 1.1 * max(line["1"] for line in lines))
+    environment = load("epyc/drafters_1").environment
+    axes.set_xlabel(
+        "speed-up over plain decoding (the line)\n1.04 billion parameters, greedy, "
+        f"{environment['cores']} cores of an {environment['processor']}", fontsize=8,
+    )  # fmt: skip
+    _save(figure, path)
+
+
+def _acceptance(rows: Rows, path: Path) -> None:
+    """Share of drafts kept against draft length, one line per kind and activation."""
+    rows = [row for row in largest_batch(rows) if row["overwrite"]]
+    figure, axes = _figure()
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for activation, style in (("a8", "-"), ("a4", "--")):
+            chosen = select(rows, kind=kind, activation=activation)
+            lengths = [row["draft_length"] for row in chosen]
+            kept = [row["acceptance_rate"] for row in chosen]
+            axes.plot(lengths, kept, style, marker="o", markersize=3, label=f"{kind}, {activation}")
+    axes.set(xlabel="draft length", ylabel="drafts accepted", ylim=(0, 1.02))
+    axes.legend(ncols=2)
+    _save(figure, path)
+
+
+def _lengths(rows: Rows, path: Path) -> None:
+    """Speed-up against constant draft length; the schedules as levels across."""
+    constants = [row for row in rows if row["drafter"].isdigit()]
+    schedules = [row for row in rows if row not in constants and row["drafter"] != "plain"]
+    figure, axes = _figure()
+    axes.plot(
+        [row["draft_length"] for row in constants], [row["speedup"] for row in constants],
+        marker="o", markersize=3, label="constant",
+    )  # fmt: skip
+    axes.axhline(1, color="0.2", linewidth=1, label="plain decoding")
+    for row, style in zip(schedules, (":", "--", "-."), strict=False):
+        axes.axhline(row["speedup"], color="0.4", linestyle=style, label=row["drafter"])
+    axes.set(xlabel="draft length", ylabel="speed-up over plain decoding")
+    axes.legend()
+    _save(figure, path)
+
+
+def _steps(rows: Rows, path: Path) -> None:
+    """Tokens of all prompts together against verifications; the ablations are left out."""
+    figure, axes = _figure()
+    for row in rows:
+        if "," not in row["drafter"]:
+            axes.plot(row["by_step"], label=row["drafter"])
+    axes.set(xlabel="verifications", ylabel="tokens, all prompts")
+    axes.legend()
+    _save(figure, path)
+
+
+def _sources(rows: Rows, path: Path) -> None:
+    """The share of guessed tokens that came, by source and decoding."""
+    figure, axes = _figure(3.0)
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    for number, decoding in enumerate(("greedy", "sampled")):
+        chosen = select(rows, decoding=decoding)
+        places = [sources.index(row["source"]) + 0.4 * number for row in chosen]
+        axes.bar(places, [row["acceptance_rate"] for row in chosen], width=0.4, label=decoding)
+    axes.set_xticks([place + 0.2 for place in range(len(sources))], sources)
+    axes.set(ylabel="guessed tokens accepted")
+    axes.legend()
+    _save(figure, path)
+
+
+def _losses(path: Path) -> None:
+    """Training and held-out loss against tokens, from the log of `checkpoints_tools.train_tiny`."""
+    log = (RESULTS / "tiny_training.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in log]
+    figure, axes = _figure()
+    train = [record for record in records if "loss" in record]
+    millions = [record["tokens"] / 1e6 for record in train]
+    axes.plot(millions, [record["loss"] for record in train], color="0.6", label="training")
+    held_out = [record for record in records if "validation" in record]
+    millions = [record["tokens"] / 1e6 for record in held_out]
+    for kind in held_out[-1]["validation"]:
+        losses = [record["validation"][kind] for record in held_out]
+        axes.plot(millions, losses, marker="o", markersize=3, label=kind)
+    axes.set(xlabel="million tokens", ylabel="nats per token", ylim=(1.5, 6))
+    axes.legend()
+    _save(figure, path)

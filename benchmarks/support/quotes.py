@@ -1,0 +1,196 @@
+"""The numbers that README and docs quote: generated tables, and notes behind numbers in prose.
+
+A table stands between two comments and is made by the function of that name:
+
+    <!-- results: gains -->
+    <!-- end of results -->
+
+A number in prose is followed by a comment that names its file, field and row; `median`, `min`,
+`max` or `sum` before the field takes several rows together:
+
+    0.90×<!-- epyc/drafters_1: speedup of drafter=QSpec, 4-bit target -->
+    90 %<!-- epyc/products: median fraction of kernel=w4a8; m=1 -->
+
+A number that nothing here measured (a limit, a size that was chosen) says `<!-- not measured -->`;
+so does the line before a table of such numbers.
+`tests/docs/test_numbers.py` compares all of them with the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.support.results import REDUCTIONS, RESULTS, figure, load, select, value
+from benchmarks.support.tables import table
+
+BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+START, FIGURE, TIMES = r"(?<![\w.,])", r"(\d+(?:\.\d+)?)", r"×(?!\s?\d)|x\b|%"
+UNIT = rf"{TIMES}|times as|tokens per \w+|tokens/s|ms\b|µs\b|s\b|seconds|minutes|[MG]B\b"
+NUMBER = re.compile(
+    rf"{START}(?:{FIGURE}\s({UNIT})|{FIGURE}({TIMES}))(?:\s?<!-- (?P<note>.*?) -->)?", re.DOTALL
+)
+UNMEASURED = re.compile(r"^<!-- not measured -->\n+(\|.*\n)+", re.MULTILINE)
+CELL = re.compile(r"^\|.*\| \**\d+\.\d+\** \|.*$", re.MULTILINE)
+SOURCE = re.compile(r"(\S+): (?:(median|min|max|sum) )?(\S+)(?: of (.*))?")
+SCALE = {"%": 100.0, "MB": 1e-6, "GB": 1e-9, "minutes": 1 / 60}
+
+
+def refresh(text: str) -> str:
+    """The text with every generated table made anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+
+
+def unfounded(text: str) -> Iterator[str]:
+    """Every measured number without a note, or unlike the row that its note names."""
+    text = UNMEASURED.sub("", CODE.sub("", BLOCK.sub("", text)))
+    for line in CELL.findall(text):
+        yield f"a table of numbers is not generated: {line}"
+    for found in NUMBER.finditer(text):
+        shown, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+        if found["note"] is None:
+            yield f"{found[0]!r} names no result"
+        elif found["note"] != "not measured":
+            measured = SCALE.get(unit, 1.0) * _quoted(found["note"])
+            digits = len(shown.partition(".")[2])
+            if f"{measured:.{digits}f}" != shown:
+                yield f"{found[0]!r} is {measured}"
+
+
+def _quoted(note: str) -> float:
+    """The number that a note names."""
+    found = SOURCE.fullmatch(" ".join(note.split()))
+    if found is None:
+        raise ValueError(f"a note is `FILE: FIELD of KEY=VALUE; KEY=VALUE`, got {note!r}")
+    name, reduction, field, where = found.groups()
+    conditions = dict(pair.split("=", 1) for pair in where.split("; ")) if where else {}
+    rows = load(name).rows
+    if reduction is None:
+        return float(value(rows, field, **conditions))
+    return REDUCTIONS[reduction]([row[field] for row in select(rows, **conditions) if field in row])
+
+
+# The drafters that README shows: its name, the name in the results, and the file's suffix.
+DRAFTERS = (
+    ("QSpec, W4A8, of a 4-bit model", "QSpec, 4-bit target", ""),
+    ("a sixth of the layers skipped", "layer skip", ""),
+    ("prompt lookup", "prompt lookup", "_text"),
+    ("MXFP4 cast, W4A8", "MXFP4 cast, a8", ""),
+    ("MXFP4 cast, W4A16", "MXFP4 cast", ""),
+    ("INT4 cast, W4A8", "INT4 cast, a8", ""),
+    ("Lookahead, W = G = 2", "Lookahead, W = G = 2", "_text"),
+    ("n-gram counts (ANPD)", "ANPD", "_text"),
+    ("INT4 cast, a small model below", "two levels, INT4 a8", ""),
+    ("SPECTRA-CORE, W = G = 2", "CORE, W = G = 2", "_text"),
+    ("a small model", "small model", ""),
+)
+
+
+def gains() -> list[dict[str, Any]]:
+    """Speed-ups over plain decoding at batch 1 and 8 on one machine, and on another."""
+    lines = []
+    for name, drafter, suffix in DRAFTERS:
+        line: dict[str, Any] = {"name": name}
+        for batch in ("1", "8"):
+            line[batch] = _speedup(f"epyc/drafters{suffix}_{batch}", drafter)
+        line["xeon"] = _speedup("xeon_amx/drafters_1", drafter)
+        lines.append(line)
+    return sorted(lines, key=lambda line: line["1"])
+
+
+def _speedup(name: str, drafter: str) -> float | None:
+    rows = select(load(name).rows, drafter=drafter)
+    return rows[0]["speedup"] if rows else None
+
+
+def _gains() -> str:
+    lines = [
+        {
+            "draft": line["name"],
+            "EPYC, batch 1": figure(line["1"], 2, "×"),
+            "EPYC, batch 8": figure(line["8"], 2, "×"),
+            "Xeon with AMX, batch 1": figure(line["xeon"], 2, "×"),
+        }
+        for line in gains()
+    ]
+    return table(lines, list(lines[0]))
+
+
+def _spectra() -> str:
+    """Tokens per verification of drafters without a model."""
+    greedy, sampled = load("epyc/compression_greedy").rows, load("epyc/compression").rows
+    lines = []
+    for drafter in [row["drafter"] for row in select(greedy, part="greedy")][1:]:
+        means = (
+            value(rows, "mean", part=part, drafter=drafter)
+            for rows, part in ((greedy, "greedy"), (sampled, "sampled"))
+        )
+        shown = (figure(mean, 2) for mean in means)
+        lines.append(dict(zip(("drafter", "greedy", "sampled"), (drafter, *shown), strict=True)))
+    return table(lines, ("drafter", "greedy", "sampled"))
+
+
+def _refinement() -> str:
+    lines = [
+        {
+            "what is kept": row["datastore"],
+            "million tokens": figure(row["tokens"] / 1e6, 2),
+            "greedy": figure(row["greedy"], 2),
+            "sampled": figure(row["sampled"], 2),
+        }
+        for row in load("epyc/refinement").rows
+    ]
+    return table(lines, list(lines[0]))
+
+
+SCHEMES = (
+    ("RTN", "INT4 g128, RTN"),
+    ("GPTQ", "INT4 g128, GPTQ"),
+    ("AWQ", "INT4 g128, AWQ"),
+    ("Atom", "INT4 g128, Atom"),
+    ("Atom + GPTQ", "INT4 g128, Atom + GPTQ"),
+    ("QuaRot", "INT4 g128, QuaRot"),
+    ("QuaRot + GPTQ", "INT4 g128, QuaRot + GPTQ"),
+    ("MXFP4", "MXFP4 (floor)"),
+)
+
+
+def _schemes() -> str:
+    """Perplexity by activation precision, and acceptance of 4-bit drafts."""
+    rows = load("epyc/schemes").rows
+    lines = []
+    for name, scheme in SCHEMES:
+        line = {"method": name}
+        for activation in ("a16", "a8", "a4"):
+            line[f"perplexity, {activation}"] = figure(
+                value(rows, f"ppl {activation}", scheme=scheme), 1
+            )
+        line["acceptance, a4"] = figure(value(rows, "accepted a4", scheme=scheme), 3)
+        lines.append(line)
+    return table(lines, list(lines[0]))
+
+
+def _tiny_losses() -> str:
+    """Held-out text at the end of the training of `tiny`."""
+    last = json.loads((RESULTS / "tiny_training.jsonl").read_text().splitlines()[-1])
+    lines = [
+        {
+            "kind": kind,
+            "nats per token": figure(loss, 3),
+            "bits per byte": figure(last["bits_per_byte"][kind], 3),
+        }
+        for kind, loss in last["validation"].items()
+    ]
+    return table(lines, list(lines[0]))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gains": _gains,
+    "spectra": _spectra,
+    "refinement": _refinement,
+    "schemes": _schemes,
+    "tiny_losses": _tiny_losses,
+}

@@ -1,0 +1,60 @@
+"""Every measured number in README and docs is what a committed result says."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.report import problems
+from benchmarks.support.quotes import refresh, unfounded
+from benchmarks.support.results import age, load, load_all
+
+
+def test_every_page_agrees_with_the_results() -> None:
+    assert list(problems()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("It is 2.02× as fast.", "'2.02×' names no result"),
+        ("It keeps 78 % of them.", "'78 %' names no result"),
+        ("It writes 18.7 tokens per second.", "names no result"),
+        ("A round takes 12 ms.", "names no result"),
+        ("| a | b |\n| - | - |\n| x | 1.83 |\n", "not generated"),
+        ("0.91×<!-- epyc/drafters_1: speedup of drafter=QSpec, 4-bit target -->", "is 0.90"),
+    ],
+)
+def test_a_number_that_no_result_holds_is_noticed(text: str, complaint: str) -> None:
+    assert complaint in "\n".join(unfounded(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0.90×<!-- epyc/drafters_1: speedup of drafter=QSpec, 4-bit target -->",
+        "90 %<!-- epyc/products: median fraction of kernel=w4a8; m=1 -->",
+        "5 seconds<!-- not measured -->",
+        "`--rows 8` and 34 prompts × 128 tokens, on version 0.10.2",
+    ],
+)
+def test_a_number_that_names_its_row_passes(text: str) -> None:
+    assert list(unfounded(text)) == []
+
+
+def test_a_note_must_name_one_row() -> None:
+    with pytest.raises(ValueError, match="14 rows with field 'speedup'"):
+        list(unfounded("2.02×<!-- epyc/drafters_1: speedup -->"))
+
+
+def test_a_table_that_was_edited_is_noticed() -> None:
+    text = refresh("<!-- results: gains -->\n<!-- end of results -->\n")
+    assert "0.90×" in text
+    assert refresh(text.replace("0.90×", "1.90×")) == text
+
+
+def test_results_of_uncommitted_code_are_not_quoted() -> None:
+    unquoted = [result.name for result in load_all() if not result.quotable]
+    assert "epyc/outputs_stories260K_8" in unquoted
+    assert "not quoted" in age(load("epyc/outputs_stories260K_8")) or "unknown" in age(
+        load("epyc/outputs_stories260K_8")
+    )
