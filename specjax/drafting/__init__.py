@@ -9,6 +9,7 @@ from specjax.drafting.multilevel import MultiLevel
 from specjax.drafting.ngram import NGram
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.drafting.qspec import QSpec
+from specjax.drafting.registry import Option, make, options
 from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.schedules import Adaptive, Heuristic
 from specjax.drafting.spectra import Spectra
@@ -26,9 +27,12 @@ __all__ = [
     "Lookahead",
     "MultiLevel",
     "NGram",
+    "Option",
     "PromptLookup",
     "QSpec",
     "Retrieval",
     "Spectra",
     "TranslatedDraft",
+    "make",
+    "options",
 ]

@@ -73,7 +73,7 @@ class Datastore:
         """Reads what `save` wrote. Raises ValueError where that is something else."""
         folder = Path(source)
         if not (folder / _MANIFEST).exists():
-            raise ValueError(f"{source} is no datastore: it has no {_MANIFEST}")
+            raise ValueError(f"{source} is not a datastore: it has no {_MANIFEST}")
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         if (manifest.get("version"), manifest.get("ordered")) != (VERSION, ORDERED):
             raise ValueError(

@@ -97,7 +97,7 @@ def test_bad_datastores_get_one_sentence(tmp_path) -> None:
         Datastore.create([], VOCABULARY)
     with pytest.raises(ValueError, match="token 9, outside the vocabulary of 4"):
         Datastore.create([np.array([1, 9])], VOCABULARY)
-    with pytest.raises(ValueError, match="is no datastore"):
+    with pytest.raises(ValueError, match="is not a datastore"):
         Datastore.load(tmp_path)
     Datastore.create([np.array([1])], VOCABULARY).save(tmp_path / "old")
     manifest = tmp_path / "old" / "datastore.json"
