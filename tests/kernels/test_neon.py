@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING
 
 def link(compiler: str, library: Path, program: Path) -> Path:
     """The program that calls all kernels of a library."""
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES / 'src'}"]
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES / 'src'}"]
     inputs = [str(PROGRAM), str(library), f"-Wl,-rpath,{library.parent}"]
     subprocess.run([compiler, *flags, *inputs, "-o", str(program)], check=True)
     return program

@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 COMPILER = shutil.which("g++")
 SOURCES = ROOT / "pallas_kernels" / "cpu" / "src"
 FLAGS = (
-    "-std=c++17", "-fPIC", "-O0", "-g1", "-ffp-contract=off", "-Wno-psabi",
+    "-std=c++20", "-fPIC", "-O0", "-g1", "-ffp-contract=off", "-Wno-psabi",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 )  # fmt: skip
 

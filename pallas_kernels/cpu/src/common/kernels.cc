@@ -1,11 +1,11 @@
 // All kernels, for the instruction set that SPECJAX_ISA names and the compiler's flags allow.
-#include "matmul/activations.h"
 #include "attention/attention.h"
-#include "matmul/matmul.h"
 #include "common/probe.h"
+#include "matmul/activations.h"
+#include "matmul/matmul.h"
 #if defined(__AMX_INT8__)
-#include "common/amx.h"
 #include "attention/attention_tiles.h"
+#include "common/amx.h"
 #endif
 
 namespace specjax::SPECJAX_ISA {
@@ -13,18 +13,36 @@ namespace specjax::SPECJAX_ISA {
 #define SPECJAX_STRING(name) #name
 #define SPECJAX_NAME(name) SPECJAX_STRING(name)
 
+// constexpr: a table that is computed when the library is loaded would run instructions that the
+// machine may lack.
 extern const Kernels kernels;
-// constexpr: what is computed when the library is loaded would run on machines that lack the
-// instructions.
+constexpr Kernels kernels = {
+    .name = SPECJAX_NAME(SPECJAX_ISA),
+    .columns = kColumns,
 #if defined(__AMX_INT8__)
-constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation_for_tiles, prepare_row,
-                             multiply_panel_by_tiles, attention_sizes_by_tiles,
-                             attend_block_where_tiles_serve, clear_sums, add_block, write_result,
-                             read_only, multiply_only_by_tiles, kProbeCalls * kProbeOperations};
+    .preparation = preparation_for_tiles,
+    .prepare_row = prepare_row,
+    .multiply_panel = multiply_panel_by_tiles,
+    .attention_sizes = attention_sizes_by_tiles,
+    .attend_block = attend_block_where_tiles_serve,
 #else
-constexpr Kernels kernels = {SPECJAX_NAME(SPECJAX_ISA), kColumns, preparation, prepare_row,
-                             multiply_panel, attention_sizes, attend_block, clear_sums, add_block,
-                             write_result, read_only, multiply_only, kProbeOperations};
+    .preparation = preparation,
+    .prepare_row = prepare_row,
+    .multiply_panel = multiply_panel,
+    .attention_sizes = attention_sizes,
+    .attend_block = attend_block,
 #endif
+    .clear_sums = clear_sums,
+    .add_block = add_block,
+    .write_result = write_result,
+    .read = read_only,
+#if defined(__AMX_INT8__)
+    .multiply = multiply_only_by_tiles,
+    .operations = kProbeCalls * kProbeOperations,
+#else
+    .multiply = multiply_only,
+    .operations = kProbeOperations,
+#endif
+};
 
 }  // namespace specjax::SPECJAX_ISA
