@@ -21,7 +21,8 @@ import jax
 
 import specjax
 from benchmarks.support.common import parser, table, write
-from specjax.generation.decoding import _arguments, _decode, start
+from specjax.generation.decoding import _decode, checked_rows, start
+from specjax.generation.request import Request
 from specjax.speculation.rounds import step
 
 CAPACITIES = (256, 2048, 16384)
@@ -105,8 +106,8 @@ def _lower_decode(
     params: specjax.Params, prompt: list[list[int]], options: dict[str, Any]
 ) -> jax.stages.Lowered:
     """The whole program of `specjax.decode`. Its temporaries hold the state, the cache included."""
-    arguments = _arguments(params, prompt, prompt_lengths=None, sampling=None, key=None, **options)
-    return _decode.lower(params, **arguments)
+    request = Request.make(params, **options)
+    return _decode.lower(params, *checked_rows(params, request, prompt))
 
 
 def _print_slowdown(rows: list[dict[str, Any]]) -> None:

@@ -1,12 +1,15 @@
-"""The rows of a continuous batch, as the device sees them: prompts that are read in chunks, rows
-that they are put into, rounds of all rows. Each function is compiled once per run.
+"""The rows of a continuous batch, on the device.
+
+Prompts are read in chunks, put into rows, and decoded by rounds of all rows. Each function is
+compiled
+once per run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +19,27 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.activations import Activation
-from specjax.generation.decoding import begin
+from specjax.generation.decoding import Rows, begin, empty_cache
+from specjax.generation.request import Request
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row_specs
 from specjax.model.params import Params
 from specjax.model.transformer import forward
-from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
-from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState
 
 CHUNK = 64  # prompt tokens per pass
 
 
-class Run(NamedTuple):
-    """What all prompts of a run have in common. width: that prompts are padded to."""
+class Job(NamedTuple):
+    """What all prompts of a run share. width: the tokens that every prompt is padded to."""
 
     params: Params
-    drafter: Drafter
-    sampling: Sampling | None
-    max_new_tokens: int
-    stop_tokens: tuple[int, ...]
-    capacity: int
-    cache_bits: int
-    activation: Activation
+    request: Request
     width: int
 
 
-class Prefill(NamedTuple):
+class PromptReading(NamedTuple):
     """A prompt that is being read: the cache of one row, with `done` tokens in it."""
 
     number: int
@@ -52,7 +48,12 @@ class Prefill(NamedTuple):
     done: int
 
 
-def read_chunk(run: Run, prompt: Prefill) -> Prefill:
+def open_prompt(job: Job, number: int, tokens: np.ndarray) -> PromptReading:
+    """Returns a prompt of which nothing is read yet."""
+    return PromptReading(number, tokens, _one_row(job.params, job.request), 0)
+
+
+def read_chunk(job: Job, prompt: PromptReading) -> PromptReading:
     """Reads the next tokens of a prompt, all but the last one."""
     end = min(prompt.done + CHUNK, len(prompt.tokens) - 1)
     if end <= prompt.done:
@@ -60,7 +61,7 @@ def read_chunk(run: Run, prompt: Prefill) -> Prefill:
     chunk = np.zeros((1, CHUNK), np.int32)
     chunk[0, : end - prompt.done] = prompt.tokens[prompt.done : end]
     cache = prompt.cache.with_lengths(jnp.array([prompt.done]))
-    cache = _chunk(run.params, chunk, cache, run.activation)
+    cache = _chunk(job.params, chunk, cache, job.request.activation)
     return prompt._replace(cache=cache, done=end)
 
 
@@ -74,48 +75,25 @@ def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activa
 
 
 def admit(
-    run: Run, state: DecodeState, prompt: Prefill, row: int, keys: jax.Array | None
+    job: Job, state: DecodeState, prompt: PromptReading, row: int, keys: jax.Array | None
 ) -> DecodeState:
-    """The batch's state with a prompt in one of its rows."""
-    tokens = np.zeros((1, run.width), np.int32)
+    """Returns the batch's state with a prompt in one of its rows."""
+    tokens = np.zeros((1, job.width), np.int32)
     tokens[0, : len(prompt.tokens)] = prompt.tokens
-    key = None if keys is None else keys[prompt.number][None]
     lengths = jnp.array([len(prompt.tokens)])
-    one = _begin(
-        run.params, prompt.cache, tokens=tokens, lengths=lengths, keys=key, **_options(run)
-    )
-    return _insert(state, one, row, run.params.mesh)
+    key = None if keys is None else keys[prompt.number][None]
+    one = _begin(job.params, job.request, prompt.cache, Rows(jnp.asarray(tokens), lengths, key))
+    return _insert(state, one, row, job.params.mesh)
 
 
-def _options(run: Run) -> dict[str, Any]:
-    return {
-        "drafter": run.drafter, "sampling": run.sampling,
-        "max_new_tokens": run.max_new_tokens, "stop_tokens": run.stop_tokens,
-    }  # fmt: skip
-
-
-@partial(jax.jit, static_argnames=("sampling", "max_new_tokens", "stop_tokens"))
-def _begin(
-    params: Params,
-    cache: KVCache,
-    *,
-    drafter: Drafter,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    keys: jax.Array | None,
-    **options: Any,
-) -> DecodeState:
-    def begun(params, drafter, cache, tokens, lengths, keys):
-        return begin(
-            params, cache, tokens=tokens, lengths=lengths, drafter=drafter, keys=keys, **options
-        )
-
-    return on_mesh(begun, params.mesh, (params, drafter), (cache, tokens, lengths, keys))
+@jax.jit
+def _begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
+    return on_mesh(begin, params.mesh, (params, request), (cache, rows))
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames="mesh")
 def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeState:
-    """Every leaf of a state has the rows as its first axis."""
+    """Puts one row's state into the batch's: rows are the first axis of every leaf."""
 
     def put(row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
         own = own_row(row, state.finished.shape[0], mesh)
@@ -126,7 +104,7 @@ def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | N
 
 @partial(jax.jit, donate_argnames="state", static_argnames="mesh")
 def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeState:
-    """The batch's state without one of its rows."""
+    """Returns the batch's state with one of its rows finished."""
 
     def end(row: jax.Array, state: DecodeState) -> DecodeState:
         own = own_row(row, state.finished.shape[0], mesh)
@@ -135,15 +113,15 @@ def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeStat
     return on_mesh(end, mesh, (row,), (state,), out=row_specs(state))
 
 
-@partial(jax.jit, donate_argnames="state", static_argnames="activation")
+@partial(jax.jit, donate_argnames="state")
 def run_rounds(
-    params: Params, state: DecodeState, drafter: Drafter, limit: jax.Array, activation: Activation
+    params: Params, request: Request, state: DecodeState, limit: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-    """Rounds until a running row finishes, at most `limit`; and how many there were."""
+    """Runs rounds until a running row finishes, at most `limit`. Returns their number as well."""
     mesh = params.mesh
 
     def rounds(
-        params: Params, drafter: Drafter, limit: jax.Array, state: DecodeState
+        params: Params, request: Request, limit: jax.Array, state: DecodeState
     ) -> tuple[DecodeState, jax.Array]:
         before = state.finished
 
@@ -153,30 +131,25 @@ def run_rounds(
             return (carry[1] < limit) & same
 
         def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            return step(params, carry[0], drafter, activation)[0], carry[1] + 1
+            state, _ = step(params, carry[0], request.drafter, request.activation)
+            return state, carry[1] + 1
 
         return lax.while_loop(more, one, (state, jnp.int32(0)))
 
-    return on_mesh(rounds, mesh, (params, drafter, limit), (state,), out=(row_specs(state), P()))
+    return on_mesh(rounds, mesh, (params, request, limit), (state,), out=(row_specs(state), P()))
 
 
-@partial(jax.jit, static_argnames=("capacity", "cache_bits"))
-def one_row(params: Params, capacity: int, cache_bits: int) -> KVCache:
-    def create(params: Params) -> KVCache:
-        return KVCache.create(params.config, 1, capacity, cache_bits, params.num_kv_heads)
-
-    return on_mesh(create, params.mesh, (params,), ())
+@jax.jit
+def _one_row(params: Params, request: Request) -> KVCache:
+    return on_mesh(partial(empty_cache, rows=1), params.mesh, (params, request), ())
 
 
-def empty_rows(run: Run, rows: int, keys: jax.Array | None) -> DecodeState:
-    """A state of finished rows, each as if it had a prompt of one token."""
-    one = jax.eval_shape(
-        partial(_begin, **_options(run)), run.params,
-        jax.eval_shape(one_row, run.params, capacity=run.capacity, cache_bits=run.cache_bits),
-        tokens=jax.ShapeDtypeStruct((1, run.width), jnp.int32),
-        lengths=jax.ShapeDtypeStruct((1,), jnp.int32),
-        keys=None if keys is None else jax.eval_shape(lambda: keys[:1]),
-    )  # fmt: skip
+def empty_rows(job: Job, rows: int, keys: jax.Array | None) -> DecodeState:
+    """Returns a state of finished rows, each as if it had a prompt of one token."""
+    tokens, lengths = jnp.zeros((1, job.width), jnp.int32), jnp.ones(1, jnp.int32)
+    row = Rows(tokens, lengths, None if keys is None else keys[:1])
+    cache = jax.eval_shape(_one_row, job.params, job.request)
+    one = jax.eval_shape(_begin, job.params, job.request, cache, row)
 
     def blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -189,4 +162,4 @@ def empty_rows(run: Run, rows: int, keys: jax.Array | None) -> DecodeState:
         blanks = jax.tree.map(blank, one)
         return dataclasses.replace(blanks, lengths=ones, finished=ones > 0)
 
-    return blank_rows(state, run.params.mesh)
+    return blank_rows(state, job.params.mesh)

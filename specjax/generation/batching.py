@@ -1,9 +1,9 @@
 """Continuous batching: many prompts through a fixed number of rows.
 
-A row that finishes is given the next prompt at once, first come, first served (ORCA, Yu et al.
-2022; QSpec's evaluation runs so). Rounds of the whole batch are compiled once; a prompt is read in
-chunks of one fixed size, few between two rounds, so that running rows wait little. A row's output
-depends neither on its neighbours nor on when it began: it is that of decoding the prompt alone.
+A row that finishes gets the next prompt at once, first come, first served (ORCA, Yu et al. 2022;
+QSpec's evaluation works this way). Rounds of the whole batch are compiled once. A prompt is read in
+chunks of one fixed size, a few between two rounds, so that running rows wait little. A row's output
+depends neither on its neighbours nor on when it began: it equals that of decoding the prompt alone.
 """
 
 from __future__ import annotations
@@ -12,29 +12,27 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activations import Activation, check_activation
-from pallas_kernels.cache_entries import check_cache_bits
+from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
-from specjax.drafting import QSpec
 from specjax.generation.batch_rows import (
     CHUNK,
-    Prefill,
-    Run,
+    Job,
+    PromptReading,
     admit,
     empty_rows,
     end_row,
-    one_row,
+    open_prompt,
     read_chunk,
     run_rounds,
 )
-from specjax.generation.decoding import check_types, row_keys
-from specjax.generation.prompts import check_limits, check_stop_tokens, normalize_prompt
+from specjax.generation.prompts import normalize_prompt
+from specjax.generation.request import Options, Request, row_keys
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -49,7 +47,7 @@ StopWhen = Callable[[int, list[int]], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What came of one prompt.
+    """The result of one prompt.
 
     tokens: int32[n], the prompt included; the prompt alone where there was an error.
     stats: counts, int32[] each.
@@ -65,8 +63,14 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is: prompts done and in all, tokens generated, drafts accepted and made, and
-    the rows' rounds that were of use, and all."""
+    """How far a run is.
+
+    done, total: prompts.
+    generated: tokens.
+    accepted, drafted: drafts.
+    useful_rounds: rounds of rows that had a prompt.
+    row_rounds: rounds of all rows.
+    """
 
     done: int
     total: int
@@ -78,14 +82,6 @@ class Progress:
 
 
 def decode_many(
-    params: Params, prompts: Sequence[Sequence[int]], **options: Any
-) -> list[Completion]:
-    """Decodes any number of prompts; the results are in their order. See `complete`."""
-    finished = dict(complete(params, prompts, **options))
-    return [finished[index] for index in range(len(prompts))]
-
-
-def complete(
     params: Params,
     prompts: Sequence[Sequence[int]],
     *,
@@ -100,99 +96,109 @@ def complete(
     activation: Activation = "a16",
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> Iterator[tuple[int, Completion]]:
-    """Decodes prompts and yields each with its number, as soon as it is finished.
+) -> list[Completion]:
+    """Decodes any number of prompts; the results are in their order.
 
     Args:
       params: the model.
       prompts: token ids of every prompt.
-      rows: prompts that are decoded at a time; under a mesh a multiple of its data axis.
-      max_new_tokens: most tokens to generate per prompt.
-      drafter: how tokens are proposed; default QSpec().
-      sampling: how tokens are drawn; None: greedily.
+      rows: prompts decoded at a time; under a mesh a multiple of its data axis.
+      max_new_tokens: the most tokens to generate per prompt.
+      drafter: proposes tokens; default QSpec().
+      sampling: draws tokens; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt.
       stop_tokens: tokens that end a prompt's output; None: the model's own; () for none.
       cache_capacity: KV slots per row; None: as many as the longest prompt needs. A prompt that
         needs more is reported in its `error`, and the others go on.
       cache_bits: bits per cache entry: 16, 8 or 4.
       activation: activation precision of the model itself, prompts included. "a8" and "a4" are for
-        comparison: their output is what QSpec would draft if nobody verified it.
+        comparison: their output is what QSpec would draft without verification.
       stop_when: called after every round with the number of a prompt and its output so far, token
-        ids; True ends the output with the first token for which it is true. Once true, it must
-        stay true. `specjax.generation.text.StopStrings` makes one of texts.
+        ids. True ends the output with the first token for which it is true; once true, it must
+        stay true. `specjax.generation.text.StopStrings` makes one from texts.
       progress: called after every few rounds.
 
-    Yields:
-      The number of a prompt and its `Completion`.
+    Returns:
+      One `Completion` per prompt.
 
     Raises:
       ValueError: there are no prompts, or an argument is out of its range.
     """
-    drafter = QSpec() if drafter is None else drafter
-    check_types(params, drafter, sampling)
+    finished = complete(
+        params, prompts, rows=rows, max_new_tokens=max_new_tokens, drafter=drafter,
+        sampling=sampling, key=key, stop_tokens=stop_tokens, cache_capacity=cache_capacity,
+        cache_bits=cache_bits, activation=activation, stop_when=stop_when, progress=progress,
+    )  # fmt: skip
+    by_number = dict(finished)
+    return [by_number[index] for index in range(len(prompts))]
+
+
+def complete(
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    rows: int = 8,
+    key: jax.Array | None = None,
+    stop_when: StopWhen | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Unpack[Options],
+) -> Iterator[tuple[int, Completion]]:
+    """`decode_many` as an iterator: yields each prompt's number and `Completion` once it is
+    finished."""
+    request = Request.make(params, **options)
     if check_integer("rows", rows) < 1:
         raise ValueError(f"rows must be at least 1, got {rows}")
     check_rows(params.mesh, rows)
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, got none")
-    check_cache_bits(cache_bits)
-    check_activation(activation)
-    jobs, refused = _check_prompts(params, prompts, drafter, max_new_tokens, cache_capacity)
-    keys = row_keys(sampling, key, len(prompts))
-    stops = check_stop_tokens(stop_tokens, params.config)
+    accepted, refused = _check_prompts(params, request, prompts)
+    keys = row_keys(request.sampling, key, len(prompts))
     yield from refused.items()
-    if jobs:
-        width = max(len(tokens) for tokens in jobs.values())
-        drafter.validate(params, width + max_new_tokens)
-        capacity = check_limits(
-            params.config, width, max_new_tokens, drafter.draft_length, cache_capacity
-        )
-        run = Run(
-            params, drafter, sampling, max_new_tokens, stops, capacity, cache_bits, activation,
-            -(-width // CHUNK) * CHUNK,
-        )  # fmt: skip
-        rows = min(rows, whole_rows(params.mesh, len(jobs)))
-        yield from _serve(run, jobs, keys, rows, len(refused), stop_when, progress)
+    if accepted:
+        width = max(len(tokens) for tokens in accepted.values())
+        job = Job(params, request.for_width(params, width), -(-width // CHUNK) * CHUNK)
+        rows = min(rows, whole_rows(params.mesh, len(accepted)))
+        yield from _serve(job, accepted, keys, rows, len(refused), stop_when, progress)
 
 
 def _serve(
-    run: Run,
-    jobs: dict[int, np.ndarray],
+    job: Job,
+    prompts: dict[int, np.ndarray],
     keys: jax.Array | None,
     rows: int,
     refused: int,
     stop_when: StopWhen | None,
     progress: Callable[[Progress], None] | None,
 ) -> Iterator[tuple[int, Completion]]:
-    """The loop on the host: chunks of the next prompts, rounds of the batch, what has finished."""
-    queue = deque(jobs)
-    state = empty_rows(run, rows, keys)
+    """The loop on the host: reads chunks of the next prompts, runs rounds, yields what has
+    finished."""
+    queue = deque(prompts)
+    state = empty_rows(job, rows, keys)
     running: dict[int, int] = {}  # row -> its prompt's number
-    totals = Progress(refused, len(jobs) + refused, 0, 0, 0, 0, 0)
-    coming: Prefill | None = None
+    totals = Progress(refused, len(prompts) + refused, 0, 0, 0, 0, 0)
+    coming: PromptReading | None = None
     while queue or coming or running:
         for _ in range(_CHUNKS * (rows - len(running))):
             if coming is None:
                 if not queue or len(running) == rows:
                     break
                 number = queue.popleft()
-                cache = one_row(run.params, run.capacity, run.cache_bits)
-                coming = Prefill(number, jobs[number], cache, 0)
-            coming = read_chunk(run, coming)
+                coming = open_prompt(job, number, prompts[number])
+            coming = read_chunk(job, coming)
             if coming.done == len(coming.tokens) - 1:
                 row = next(row for row in range(rows) if row not in running)
-                state = admit(run, state, coming, row, keys)
+                state = admit(job, state, coming, row, keys)
                 running[row], coming = coming.number, None
         if running:
             waiting = coming is not None or (queue and len(running) < rows)
             limit = 1 if waiting or stop_when is not None else _ROUNDS
-            state, totals = _run_rounds(run, state, totals, limit)
-            finished = np.asarray(readable(state.finished, run.params.mesh))
-            ends = _ends(run, state, jobs, running, stop_when)
+            state, totals = _run_rounds(job, state, totals, limit)
+            finished = np.asarray(readable(state.finished, job.params.mesh))
+            ends = _ends(job, state, prompts, running, stop_when)
             for row in [row for row in running if finished[row] or row in ends]:
-                completion = _completion(run, state, row, ends.get(row))
+                completion = _completion(job, state, row, ends.get(row))
                 if not finished[row]:
-                    state = end_row(state, row, run.params.mesh)
+                    state = end_row(state, row, job.params.mesh)
                 totals = _add(totals, completion)
                 yield running.pop(row), completion
             if progress is not None:
@@ -200,10 +206,10 @@ def _serve(
 
 
 def _run_rounds(
-    run: Run, state: DecodeState, totals: Progress, limit: int
+    job: Job, state: DecodeState, totals: Progress, limit: int
 ) -> tuple[DecodeState, Progress]:
     before = int(jnp.sum(state.stats.rounds))
-    state, rounds = run_rounds(run.params, state, run.drafter, limit, run.activation)
+    state, rounds = run_rounds(job.params, job.request, state, limit)
     totals = dataclasses.replace(
         totals,
         useful_rounds=totals.useful_rounds + int(jnp.sum(state.stats.rounds)) - before,
@@ -213,19 +219,19 @@ def _run_rounds(
 
 
 def _ends(
-    run: Run,
+    job: Job,
     state: DecodeState,
-    jobs: dict[int, np.ndarray],
+    prompts: dict[int, np.ndarray],
     running: dict[int, int],
     stop_when: StopWhen | None,
 ) -> dict[int, int]:
-    """The rows that `stop_when` ends, and how many tokens each then has, the prompt included."""
+    """Returns the rows that `stop_when` ends, with their lengths in tokens, the prompt included."""
     if stop_when is None:
         return {}
-    tokens, lengths = map(np.asarray, readable((state.tokens, state.lengths), run.params.mesh))
+    tokens, lengths = map(np.asarray, readable((state.tokens, state.lengths), job.params.mesh))
     ends = {}
     for row, number in running.items():
-        begin = len(jobs[number])
+        begin = len(prompts[number])
         output = tokens[row, begin : lengths[row]].tolist()
         if stop_when(number, output):
             counts = range(1, len(output))
@@ -235,12 +241,12 @@ def _ends(
     return ends
 
 
-def _completion(run: Run, state: DecodeState, row: int, end: int | None) -> Completion:
-    """What a row holds, or its first `end` tokens."""
-    levels = run.drafter.levels(state.draft)
+def _completion(job: Job, state: DecodeState, row: int, end: int | None) -> Completion:
+    """Returns what a row holds, or its first `end` tokens."""
+    levels = job.request.drafter.levels(state.draft)
     tokens, length, stats, levels = jax.tree.map(
         lambda leaf: np.asarray(leaf[row]),
-        readable((state.tokens, state.lengths, state.stats, levels), run.params.mesh),
+        readable((state.tokens, state.lengths, state.stats, levels), job.params.mesh),
     )
     if end is not None:
         stats = dataclasses.replace(stats, generated=stats.generated - (length - end))
@@ -260,24 +266,17 @@ def _add(totals: Progress, completion: Completion) -> Progress:
 
 
 def _check_prompts(
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    drafter: Drafter,
-    max_new_tokens: int,
-    capacity: int | None,
+    params: Params, request: Request, prompts: Sequence[Sequence[int]]
 ) -> tuple[dict[int, np.ndarray], dict[int, Completion]]:
-    """The prompts that can be decoded, and what is wrong with the others, by their numbers."""
-    jobs, refused = {}, {}
-    max_new_tokens = check_integer("max_new_tokens", max_new_tokens)
-    check_limits(params.config, 1, max_new_tokens, drafter.draft_length, capacity)
+    """Returns the prompts that can be decoded, and the errors of the others, by their numbers."""
+    accepted, refused = {}, {}
+    request.slots(params.config, 1)
     for index, prompt in enumerate(prompts):
         try:
             tokens, _ = normalize_prompt(list(prompt), None, params.config)
-            check_limits(
-                params.config, tokens.shape[1], max_new_tokens, drafter.draft_length, capacity
-            )
-            jobs[index] = np.asarray(tokens[0])
+            request.slots(params.config, tokens.shape[1])
+            accepted[index] = np.asarray(tokens[0])
         except ValueError as error:
             none = jax.tree.map(lambda counts: np.asarray(counts[0]), Stats.zeros(1))
             refused[index] = Completion(np.asarray(prompt), none, error=str(error))
-    return jobs, refused
+    return accepted, refused

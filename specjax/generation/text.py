@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from specjax.checks import check_integer
-from specjax.drafting import QSpec
-from specjax.generation.decoding import decode, start
+from specjax.generation.decoding import decode_request, start_request
 from specjax.generation.prompts import Prompt
+from specjax.generation.request import Request
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
@@ -63,14 +63,15 @@ def generate(
       ValueError: as `specjax.decode` does.
     """
     prompt = tokenizer.encode(text)
-    tokens, lengths = _bucketed(params, prompt, max_new_tokens)
-    result = decode(
-        params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
-        sampling=sampling, key=key, stop_tokens=stop_tokens, cache_bits=cache_bits,
+    request = Request.make(
+        params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
+        stop_tokens=stop_tokens, cache_bits=cache_bits,
     )  # fmt: skip
+    result = decode_request(
+        params, request, *_bucketed(params, prompt, request.max_new_tokens), key
+    )
     output = np.asarray(result.tokens)[0, len(prompt) : np.asarray(result.lengths)[0]].tolist()
-    stops = params.config.stop_tokens if stop_tokens is None else stop_tokens
-    return output_text(tokenizer, prompt, output, stops)
+    return output_text(tokenizer, prompt, output, request.stop_tokens)
 
 
 def output_text(
@@ -137,13 +138,13 @@ def stream(
     Raises:
       ValueError: as `specjax.decode` does.
     """
-    drafter = QSpec() if drafter is None else drafter
-    tokens, lengths = _bucketed(params, prompt, max_new_tokens)
-    state = start(
-        params, tokens, max_new_tokens=max_new_tokens, prompt_lengths=lengths, drafter=drafter,
-        sampling=sampling, key=key, stop_tokens=stop_tokens, cache_bits=cache_bits,
+    request = Request.make(
+        params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
+        stop_tokens=stop_tokens, cache_bits=cache_bits,
     )  # fmt: skip
-    return _rounds(params, state, drafter)
+    tokens, lengths = _bucketed(params, prompt, request.max_new_tokens)
+    state = start_request(params, request, tokens, lengths, key)
+    return _rounds(params, state, request.drafter)
 
 
 def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Round]:
@@ -171,10 +172,10 @@ def _bucketed(
     W is the next multiple of _BUCKET, or less where the model's positions end before it.
     """
     ids = [check_integer("a prompt token", token) for token in prompt]
-    if not ids or not isinstance(params, Params):
-        return ids, None  # for `decode` and `start` to reject
+    if not ids:
+        return ids, None  # for `decode_request` and `start_request` to reject
     length = len(ids)
-    room = params.config.max_position_embeddings - check_integer("max_new_tokens", max_new_tokens)
+    room = params.config.max_position_embeddings - max_new_tokens
     width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))
     return np.array([ids + [params.config.pad_id] * (width - length)]), [length]
 

@@ -20,7 +20,8 @@ from jax import lax
 from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
-from specjax.generation.decoding import decode, row_keys, start
+from specjax.generation.decoding import decode, start
+from specjax.generation.request import row_keys
 from specjax.generation.prompts import Prompt, normalize_prompt
 from specjax.model.params import Params
 from specjax.planning.speed import Level, draft_time, speedup

@@ -1,0 +1,141 @@
+"""What a caller asks of a decode, checked once and passed on whole.
+
+Every door (`decode`, `decode_many`, `generate`, `stream`) spells out its options for the reader
+and makes
+one `Request` of them. Everything behind the doors takes the request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.activations import Activation, check_activation
+from pallas_kernels.cache_entries import check_cache_bits
+from specjax.checks import check_integer
+from specjax.drafting import QSpec
+from specjax.generation.prompts import check_limits, check_stop_tokens
+from specjax.model.config import ModelConfig
+from specjax.model.parallel import check_drafter
+from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.sampling import Sampling
+
+
+class Options(TypedDict, total=False):
+    """The options that all doors share. `specjax.decode` says what each one means."""
+
+    max_new_tokens: int
+    drafter: Drafter | None
+    sampling: Sampling | None
+    stop_tokens: Sequence[int] | None
+    cache_capacity: int | None
+    cache_bits: int
+    activation: Activation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of a decode, all checked. A pytree: what changes the program is static.
+
+    drafter: proposes tokens.
+    sampling: draws tokens; None: the greedy choice.
+    max_new_tokens: the most tokens to generate per row.
+    stop_tokens: tokens that end a row.
+    cache_capacity: KV slots per row; None until the prompts are known (`for_width`).
+    cache_bits: bits per cache entry.
+    activation: activation precision of the target.
+    """
+
+    drafter: Drafter
+    sampling: Sampling | None
+    max_new_tokens: int = jax.tree.static()
+    stop_tokens: tuple[int, ...] = jax.tree.static()
+    cache_capacity: int | None = jax.tree.static()
+    cache_bits: int = jax.tree.static()
+    activation: Activation = jax.tree.static()
+
+    @classmethod
+    def make(
+        cls,
+        params: Params,
+        *,
+        max_new_tokens: int = 64,
+        drafter: Drafter | None = None,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        cache_capacity: int | None = None,
+        cache_bits: int = 16,
+        activation: Activation = "a16",
+    ) -> Request:
+        """Checks the options against the model. Arguments as in `specjax.decode`.
+
+        Raises:
+          ValueError: an option is out of its range or of another type.
+        """
+        drafter = QSpec() if drafter is None else drafter
+        _check_types(params, drafter, sampling)
+        check_drafter(params, drafter)
+        check_activation(activation)
+        cache_bits = check_integer("cache_bits", cache_bits)
+        check_cache_bits(cache_bits)
+        if cache_capacity is not None:
+            cache_capacity = check_integer("cache_capacity", cache_capacity)
+        return cls(
+            drafter=drafter,
+            sampling=sampling,
+            max_new_tokens=check_integer("max_new_tokens", max_new_tokens),
+            stop_tokens=check_stop_tokens(stop_tokens, params.config),
+            cache_capacity=cache_capacity,
+            cache_bits=cache_bits,
+            activation=activation,
+        )
+
+    def slots(self, config: ModelConfig, width: int) -> int:
+        """KV slots per row for prompts of `width` tokens. Raises ValueError if they do not fit."""
+        return check_limits(
+            config, width, self.max_new_tokens, self.drafter.draft_length, self.cache_capacity
+        )
+
+    def for_width(self, params: Params, width: int) -> Request:
+        """The request for prompts of up to `width` tokens: `cache_capacity` is a number.
+
+        Raises ValueError if the prompts do not fit, or if the drafter cannot draft for the model.
+        """
+        capacity = self.slots(params.config, width)
+        self.drafter.validate(params, width + self.max_new_tokens)
+        return dataclasses.replace(self, cache_capacity=capacity)
+
+
+def _check_types(params: object, drafter: object, sampling: object) -> None:
+    if not isinstance(params, Params):
+        raise ValueError(f"params must be what specjax.load returns, got {type(params).__name__}")
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter must be a drafter such as specjax.QSpec(), got {drafter!r}")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a specjax.Sampling or None, got {sampling!r}")
+
+
+def row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax.Array | None:
+    """Returns one key per row, [B], or None for greedy decoding.
+
+    key: one key, from which row i gets fold_in(key, i), or one key per row.
+    """
+    if sampling is None:
+        if key is not None:
+            raise ValueError("key goes with sampling: pass sampling=specjax.Sampling(...) as well")
+        return None
+    if key is None:
+        raise ValueError("sampling needs key, for example key=jax.random.key(0)")
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"key must be made by jax.random.key, got {key!r}")
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+    if key.shape != (rows,):
+        raise ValueError(f"key must be one key or one per row, shape ({rows},), got {key.shape}")
+    return key
