@@ -30,7 +30,8 @@ from specjax import (
     Retrieval,
     Spectra,
 )
-from specjax.generation.decoding import begin
+from specjax.generation.decoding import Rows, begin
+from specjax.generation.request import Request
 from specjax.model.kv_cache import KVCache
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Proposal
@@ -77,10 +78,8 @@ def measure(params: Params, drafter: Drafter, batch: int, options: Any) -> dict[
     context, new = options.context, options.rounds * (drafter.draft_length + 1)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, WORDS, (batch, context)), jnp.int32)
     cache = KVCache.create(CONFIG, batch, context + new, 16)
-    state = begin(
-        params, cache, tokens=tokens, lengths=jnp.full(batch, context), drafter=drafter, keys=None,
-        sampling=None, max_new_tokens=new, stop_tokens=(),
-    )  # fmt: skip
+    request = Request.make(params, drafter=drafter, max_new_tokens=new, stop_tokens=())
+    state = begin(params, request, cache, Rows(tokens, jnp.full(batch, context), None))
     state = jax.tree.map(jnp.copy, state)  # `step` takes it over; a drafter's may be shared
 
     @jax.jit
