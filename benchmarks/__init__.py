@@ -1,1 +1,1 @@
-"""One runnable script per claim; results are JSON with the machine, the versions and the commit."""
+"""One script per claim. A result is JSON with the machine, the versions and the commit."""

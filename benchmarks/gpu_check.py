@@ -1,17 +1,17 @@
-"""What only a GPU can show, in one command of less than ten minutes (`make gpu-check`).
+"""Checks the kernels on this machine's GPU in less than ten minutes (`make gpu-check`).
 
-1. Numerics: every format of the GPUs' own kernels, activation precision and awkward size, and
-   attention over every cache, on fresh random inputs (`--seed` repeats a run), against float64; and
-   whether a row's bits depend on how many rows, or tokens, there are.
-2. Exactness: whether QSpec's output on the model that ships is plain decoding's.
-3. Speed: attention with Llama-3-8B's heads beside the time to read its cache; the model's layers
-   beside the GPU's measured limits, XLA's 16-bit product and PyTorch's kernels
-   (`benchmarks/kernels/products.py`), as many as the time allows.
+1. Numerics: compares every format, activation precision and awkward size of the GPU kernels, and
+   attention over every cache, with float64 on fresh random inputs (`--seed` repeats a run). Also
+   checks that a row's bits do not depend on the number of rows or tokens.
+2. Exactness: compares QSpec's output on the bundled model with plain decoding's.
+3. Speed: times attention with Llama-3-8B's heads beside the time to read its cache, and the
+   model's layers beside the GPU's measured limits, XLA's 16-bit product and PyTorch's kernels
+   (`benchmarks/kernels/products.py`), until the time is up.
 
     python -m benchmarks.gpu_check [--seed N] [--json OUT]
 
-The result is benchmarks/results/gpu_check_<device>.json; exit status 1 where a check fails or there
-is no GPU. `--implementation cpu` (or reference) runs the same on a machine without one.
+The result is benchmarks/results/gpu_check_<device>.json. The exit status is 1 if a check fails or
+there is no GPU. `--implementation cpu` (or reference) runs the same checks without a GPU.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
 from pallas_kernels.operands import multiplicands
 from pallas_kernels.weight_values import dequantize
 
-SECONDS = 540  # what is not measured by then is left out
-SHAPES = ((192, 2300), (67, 300))  # N, K: in segments and in one; outputs for Hopper and odd
-ROWS = (1, 9, 17, 33, 64)  # one for each of the kernels' tiles
+SECONDS = 540  # measurements after this are skipped
+SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
+ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
 SCALES = dict(zip(GROUP_SIZES, ("float16", "float32", "bfloat16", "bfloat16"), strict=True))
 Weights = dict[str, Quantized]
 Lines = list[dict[str, Any]]
@@ -62,7 +62,7 @@ def main() -> int:
     options = _options()
     implementations = options.implementation or _of_gpu()
     if not implementations:
-        print(f"no GPU found: JAX sees {jax.devices()}; for another device give --implementation")
+        print(f"no GPU found: JAX sees {jax.devices()}; try --implementation")
         return 1
     end = time.monotonic() + SECONDS
     print(f"{device_name()}, {', '.join(implementations)}, --seed {options.seed}", flush=True)
@@ -75,7 +75,7 @@ def main() -> int:
     for line in measurements(shapes, options.kernels, options.rows, beside=not options.no_peers):
         lines.append({"check": "speed"} | line)
         if time.monotonic() > end:
-            print(f"{SECONDS} seconds are over: the rest is left out")
+            print(f"{SECONDS} seconds are over: the remaining measurements are skipped")
             break
     name = re.sub(r"\W+", "_", device_name()).lower()
     path = options.json or ROOT / "benchmarks" / "results" / f"gpu_check_{name}.json"
@@ -95,7 +95,7 @@ def _report(lines: Lines) -> Lines:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--implementation", nargs="+", choices=IMPLEMENTATIONS, help="default: the GPU's")
+    add("--implementation", nargs="+", choices=IMPLEMENTATIONS, help="default: those of the GPU")
     add("--seed", type=int, default=secrets.randbelow(2**31))
     add("--model", choices=LAYERS, default="Llama-3-8B", help="whose layers are timed")
     add("--rows", nargs="+", type=int, default=[1, 16, 64, 128])
@@ -105,7 +105,7 @@ def _options() -> Any:
 
 
 def _of_gpu() -> list[str]:
-    """The kernels that this machine's GPU is given; none where there is no GPU."""
+    """The implementations for this machine's GPU; empty without a GPU."""
     if jax.default_backend() != "gpu":
         return []
     return ["mosaic_gpu", "triton_gpu"] if mosaic_gpu.is_hopper() else ["triton_gpu"]
@@ -126,7 +126,7 @@ def numerics(implementations: list[str], seed: int) -> Lines:
         ):
             if implementation != "mosaic_gpu" or mosaic_gpu.supports(weight):
                 cases += [(implementation, name, weight, each, x) for each in ACTIVATIONS]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time goes into compilation
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time
         return list(pool.map(lambda case: _check_product(*case), cases))
 
 
@@ -158,10 +158,11 @@ def random_weights(rng: np.random.Generator, n: int, k: int) -> Weights:
 def _check_product(
     implementation: str, name: str, weight: Quantized, activation: str, x: jax.Array
 ) -> dict[str, Any]:
-    """Compares with float64 and, bit for bit, the rows of different numbers of rows.
+    """Compares a product with float64, and its rows bit for bit between different numbers of rows.
 
-    |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros are taken off after the sum,
-    16 · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10 and more.
+    The bound is |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · |w[n, k]|, which is 32 roundings of float32.
+    Where zeros are subtracted after the sum, |w[n, k]| grows by 16 · scale. One misplaced nibble or
+    scale costs 2^-10 or more.
     """
 
     def run(x: jax.Array) -> np.ndarray:
@@ -176,7 +177,7 @@ def _check_product(
     differ = [m for m in ROWS if (run(x[:m]).view(np.int32) != y[:m].view(np.int32)).any()]
     if (run(x[::-1])[::-1].view(np.int32) != y.view(np.int32)).any():
         differ.append("reversed")
-    worst = float(error.max())  # a NaN is no number within the bound
+    worst = float(error.max())  # a NaN is not within the bound
     return {
         "check": "numerics", "implementation": implementation, "weight": name,
         "n": weight.shape[0], "k": weight.shape[1], "activation": activation,
@@ -186,7 +187,7 @@ def _check_product(
 
 
 def _represented(x: jax.Array, weight: Quantized, activation: str) -> np.ndarray:
-    """The values that quantized activations stand for, f64[M, K]."""
+    """The values of the quantized activations, f64[M, K]."""
     m, k = x.shape
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(k) - k)))
     q, scales = jax.jit(multiplicands, static_argnums=(1, 2))(x, weight.group_size, activation)
@@ -198,7 +199,7 @@ def _represented(x: jax.Array, weight: Quantized, activation: str) -> np.ndarray
 
 
 def exactness(seed: int) -> Lines:
-    """QSpec beside plain decoding, from the beginnings of texts that the model samples."""
+    """Compares QSpec with plain decoding on beginnings of texts that the model samples."""
     params = specjax.load("tiny")
     first = params.config.bos_id if params.config.bos_id is not None else params.config.pad_id
     sampled = specjax.decode(

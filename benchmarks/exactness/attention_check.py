@@ -1,4 +1,7 @@
-"""Attention on the machine's accelerator, for `gpu_check`: numerics, invariance in T, and speed."""
+"""Checks attention on the machine's accelerator: numerics, invariance in T, and speed.
+
+`benchmarks.gpu_check` runs it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pallas_kernels.attention import BLOCK, IMPLEMENTATIONS, attention
 from pallas_kernels.cache_entries import CACHE_BITS, Entries, quantize_entries, read_block
 
 HEADS, KV_HEADS = 32, 8  # Llama-3-8B's, of 128 features
-LENGTHS = (0, 127, 511, 1000)  # of the context, at the edges of blocks and inside
+LENGTHS = (0, 127, 511, 1000)  # of the context: at the edges of blocks and inside
 SLOTS, TOKENS = 1280, 40
 SIGHTS = ((False, None), (True, None), (False, 300), (True, 20))  # a tree's mask; window
 TIMED = {"bits": (16, 4), "rows": (1, 8), "context": (1024, 16384), "tokens": (1, 8)}
@@ -38,10 +41,10 @@ def _check(
     implementation: str, bits: int, e: int, masked: bool, window: int | None,
     rng: np.random.Generator,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compares with float64 and, where there is no mask, tokens with themselves alone.
+    """Compares attention with float64 and, without a mask, each token with the same token alone.
 
-    Weights rounded to bfloat16 are off by at most 2^-9 of themselves, and the mean of the values
-    under them by 2^-9 times the greatest; the rest stands for the sums of float32.
+    Weights rounded to bfloat16 have a relative error of at most 2^-9, so the mean of the values is
+    off by at most 2^-9 times the largest value. The rest of the bound covers the float32 sums.
     """
     b, lengths = len(LENGTHS), jnp.asarray(LENGTHS, jnp.int32)
     queries = jnp.asarray(rng.normal(size=(b, TOKENS, 8, e)) * 2, jnp.bfloat16)
@@ -79,14 +82,14 @@ def _entries(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> Ent
 
 
 def _numbers(entries: Entries) -> np.ndarray:
-    """What entries stand for, f64[B, S, K, E]."""
+    """The values of the entries, f64[B, S, K, E]."""
     b, slots = entries.shape[:2]
     rows = [read_block(entries, row, 0, slots) for row in range(b)]
     return np.asarray(jnp.stack(rows), np.float64)
 
 
 def _tree(rng: np.random.Generator) -> np.ndarray:
-    """A random tree of TOKENS tokens: the path to each, itself last, padded with -1. int[T, T]."""
+    """A random tree: per token the path to it, itself last, padded with -1. int[T, T]."""
     paths = np.full((TOKENS, TOKENS), -1)
     for token in range(TOKENS):
         path = paths[rng.integers(0, token)] if token else paths[0]

@@ -1,11 +1,11 @@
-"""Do sampled texts have exactly the target's distribution? 100,000 of them per drafter.
+"""Tests whether sampled texts have exactly the target's distribution: 100,000 per drafter.
 
-The first three tokens after a prompt are counted: real text, what the model writes after it, and
-the text again, so that drafters without a model have something to guess from. No constant draft is
-longer than that. The target's own logits give the probability of every such text; `min_p` keeps
-them to a few thousand, and rare ones are counted together. Chi-square's p-value is uniform in 0 … 1
-where the counts follow the probabilities: one below 0.001 / (number of drafters) counts as a
-failure.
+The script counts the first three tokens after a prompt; no constant draft is longer. The prompt is
+real text, the model's likely continuation, and the text again, so that drafters without a model
+have something to look up. The target's logits give the probability of every such text. `min_p`
+keeps their number to a few thousand, and rare texts share one cell. If the counts follow the
+probabilities, chi-square's p-value is uniform in 0 … 1; a value below 0.001 / (number of drafters)
+is a failure.
 
     python -m benchmarks.exactness.chi_square --draft DIRECTORY --json OUT
 """
@@ -46,7 +46,7 @@ from specjax.speculation.sampling import probabilities
 
 PLACES = 3
 SAMPLING = Sampling(temperature=1.5, min_p=0.03, repetition_penalty=1.1)
-EXPECTED = 10  # rarer texts than this are counted together
+EXPECTED = 10  # texts with a lower expected count share one cell
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny-16bit", help="a 16-bit model")
     add("--draft", required=True, help="a small model of the same tokenizer")
-    add("--drafters", nargs="+", help="names, such as 'two levels'; all of them if not given")
+    add("--drafters", nargs="+", help="names, such as 'two levels'; default: all")
     add("--samples", type=int, default=100_000)
     add("--rows", type=int, default=500, help="samples per batch")
     add("--prompt", type=int, default=3, help="tokens of real text")
@@ -92,16 +92,16 @@ def _prompt(params: Params, options: Any) -> list[int]:
     text = text_prompts(options.data, "arithmetic", 1)[0]
     first = specjax.load_tokenizer(options.model).encode(text)[: options.prompt]
     likely: tuple[int, ...] = ()
-    for _ in range(3):  # what is likely depends on what stands before
+    for _ in range(3):  # the likely text depends on what precedes it
         texts = text_probabilities(params, [*first, *likely, *first])
         likely = max(texts, key=texts.__getitem__)
     return [*first, *likely, *first]
 
 
 def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
-    """Drafts without a model; the datastore holds the prompt, as if others had written it."""
+    """Drafters without a model. The datastore holds the prompt."""
     datastore = Datastore.create([np.array(prompt)] * 2, params.config.vocab_size)
-    core = Spectra(window=2, guesses=2, capacity=256)  # far more n-grams than a sample has
+    core = Spectra(window=2, guesses=2, capacity=256)  # far more n-grams than one sample has
     cast = specjax.quantize(params, "mxfp4", lm_head=True)
     return {
         "prompt lookup": PromptLookup(4),
@@ -115,7 +115,7 @@ def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
 
 
 def text_probabilities(params: Params, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """Every text of PLACES tokens that can follow, and how probable it is."""
+    """The probability of every text of PLACES tokens that can follow the prompt."""
     texts = {(): 1.0}
     for _ in range(PLACES):
         following = _distributions(params, prompt, list(texts))
@@ -128,7 +128,7 @@ def text_probabilities(params: Params, prompt: list[int]) -> dict[tuple[int, ...
 
 
 def _distributions(params: Params, prompt: list[int], texts: list[tuple[int, ...]]) -> np.ndarray:
-    """What the next token is drawn from after each of these texts, f64[texts, V]."""
+    """The distribution of the next token after each text, f64[texts, V]."""
     rows = []
     for begin in range(0, len(texts), 64):
         tokens = jnp.array([[*prompt, *text] for text in texts[begin : begin + 64]])
@@ -154,7 +154,7 @@ def sampled_texts(params: Params, prompt: list[int], drafter: Drafter, options: 
 
 
 def compare(texts: np.ndarray, exact: dict[tuple[int, ...], float]) -> dict[str, Any]:
-    """Chi-square of the counts; texts that cannot be, at best none."""
+    """Chi-square of the counts, and how many texts have probability zero ("impossible")."""
     observed = collections.Counter(map(tuple, texts.tolist()))
     expected = np.array(list(exact.values())) * len(texts)
     counted = np.array([observed[text] for text in exact])

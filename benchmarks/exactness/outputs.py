@@ -1,14 +1,13 @@
-"""Is a drafter's output plain decoding's, bit for bit, and how many drafts are accepted?
+"""Compares drafters' outputs with plain decoding's bit for bit, and counts accepted drafts.
 
-QSpec: every combination of draft length and draft activation decodes the same real prompts; each
-output is compared with that of `Autoregressive()`. Acceptance is reported per kind of text, with
-the draft's cache entries overwritten and (`--ablation`) kept apart, as in table 2 of the paper.
+QSpec decodes the same real prompts with every combination of draft length and draft activation.
+Each output is compared with that of `Autoregressive()`. Acceptance is reported per kind of text,
+with the draft's cache entries overwritten and (`--ablation`) kept, as in table 2 of the paper.
 
     python -m benchmarks.exactness.outputs --model tiny --batch 8 --json OUT
 
-With `--draft`, a small model of the same tokenizer: all drafters of
-`benchmarks.support.drafter_table`, for
-a 16-bit target.
+With `--draft`, a small model of the same tokenizer, the script compares all drafters of
+`benchmarks.support.drafter_table` for a 16-bit target.
 
     python -m benchmarks.exactness.outputs --model tiny-16bit --draft DIRECTORY --json OUT
 """
@@ -33,7 +32,7 @@ from pallas_kernels.formats import Int4Weight
 from specjax import LayerSkip
 
 KINDS = ("arithmetic", "python", "prose")
-Named = tuple[dict[str, Any], specjax.Drafter]  # what names a drafter in the result, and itself
+Named = tuple[dict[str, Any], specjax.Drafter]  # its fields in the result, and the drafter
 
 
 def main() -> int:
@@ -57,17 +56,17 @@ def main() -> int:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--model", default="tiny", help="a model that ships, or a directory")
+    add("--model", default="tiny", help="a bundled model, or a directory")
     add("--label", help="the model's name in the result")
-    add("--draft", help="a small model of the same tokenizer: compare drafts from models instead")
+    add("--draft", help="a small model of the same tokenizer: compare drafters of a 16-bit target")
     add("--own-prompts", action="store_true", help="prompts sampled from the model itself")
     add("--prompts", type=int, default=36, help="prompts per kind")
-    add("--max-prompt", type=int, default=192, help="tokens of a prompt that are used")
+    add("--max-prompt", type=int, default=192, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=128)
     add("--batch", type=int, nargs="+", default=[1, 8])
     add("--draft-length", type=int, nargs="+", default=list(range(1, 9)))
     add("--activation", nargs="+", default=["a8", "a4"])
-    add("--ablation", action="store_true", help="measure without overwriting, too")
+    add("--ablation", action="store_true", help="also measure without overwriting")
     return parse.parse_args()
 
 
@@ -84,7 +83,7 @@ def _prompts(options: Any, params: specjax.Params) -> list[tuple[str, list[int]]
 
 
 def _own_prompts(params: specjax.Params, count: int) -> list[list[int]]:
-    """Beginnings of texts that the model samples, of 8 to 39 tokens."""
+    """Beginnings, 8 to 39 tokens long, of texts that the model samples."""
     first = params.config.bos_id if params.config.bos_id is not None else params.config.pad_id
     start = jnp.full((count, 1), first)
     sampled = specjax.decode(

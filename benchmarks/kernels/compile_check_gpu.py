@@ -1,14 +1,14 @@
-"""Compiles the GPU kernels for sm_90a without a GPU and prints what ptxas says of each.
+"""Compiles the GPU kernels for sm_90a without a GPU and prints what ptxas reports for each.
 
     python -m benchmarks.kernels.compile_check_gpu --json result.json
 
-Lowering alone, as in the tests, accepts kernels that the GPU's own compiler refuses, and says
-nothing of registers. This needs packages that hold no GPU but its compiler, of jax's own version:
+Lowering alone, as in the tests, accepts kernels that the GPU's own compiler refuses, and reports
+no registers. The script needs the compiler's packages, in the version of jax, and no GPU:
 
     pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 
-The layers are Llama-3-8B's. The kernels for all GPUs are one program for every M, so one M and one
-layer stand for all. Exit status 1 where a thread's values spill from its registers.
+The layers are Llama-3-8B's. The Triton kernels are one program for every M, so one M and one layer
+represent all. The exit status is 1 if a thread's values spill from its registers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ATTENTION = (  # heads, key-value heads, features of one, bits of the cache
     (32, 32, 128, 16),
     (16, 8, 256, 16),
 )
-_ENTRY = r"\.entry (_kernel|_read_segment|_merge_segments)"  # of kernels that Triton compiles
+_ENTRY = r"\.entry (_kernel|_read_segment|_merge_segments)"  # the kernels that Triton compiles
 TOKENS = (
     (1, False, None),
     (8, False, 4096),
@@ -84,18 +84,18 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What became of one kernel; spills are stores and loads, shared memory is dynamic."""
+    """The result for one kernel. Spills count stores and loads; shared memory is dynamic."""
 
     kernel: str
     sizes: str
     registers: int
     spill_bytes: int
     shared_bytes: int
-    serialized: bool  # whether ptxas found too few registers to keep products in flight
+    serialized: bool  # ptxas had too few registers to keep products in flight
 
 
 def checks(device: jax.Device) -> Iterator[Compiled]:
-    """Every kernel, compiled for `device`: the default format on every layer, others on one."""
+    """Compiles every kernel for `device`: the default format on every layer, others on one."""
     for name in FORMATS:
         for k, n in LAYERS if name == FORMATS[0] else LAYERS[:1]:
             for activation in ACTIVATIONS:
@@ -110,7 +110,7 @@ def checks(device: jax.Device) -> Iterator[Compiled]:
 
 
 def weight_shapes(name: str, n: int, k: int) -> Quantized:
-    """A weight of the named format whose arrays are shapes. K is a multiple of 256."""
+    """A weight of the named format with shapes for arrays. K is a multiple of 256."""
     packed = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8)
     kind, *rest = name.split()
     if kind == "mxfp4":
@@ -127,7 +127,7 @@ def weight_shapes(name: str, n: int, k: int) -> Quantized:
 def check_hopper(
     device: jax.Device, name: str, activation: str, m: int, k: int, n: int
 ) -> Compiled:
-    """One of Mosaic GPU's kernels, whose compiler calls ptxas and prints what it says."""
+    """Compiles a Mosaic GPU kernel. Mosaic's compiler calls ptxas and prints its report."""
     weight, x = weight_shapes(name, n, k), jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     lowered = _lower(device, partial(mosaic_gpu.matmul, activation=activation), x, weight)
     said = _output(lowered.compile)
@@ -139,7 +139,7 @@ def check_hopper(
 def check_matmul(
     device: jax.Device, name: str, activation: str, m: int, k: int, n: int
 ) -> Compiled:
-    """The matrix kernel of all GPUs."""
+    """Compiles the matrix kernel for all GPUs (Triton)."""
     weight, x = weight_shapes(name, n, k), jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     lowered = _lower(device, partial(triton_gpu.matmul, activation=activation), x, weight)
     return _compiled(f"{name} {activation}", f"any M K {k} N {n}", *_triton(lowered))
@@ -155,7 +155,7 @@ def check_attention(
     masked: bool,
     window: int | None,
 ) -> Compiled:
-    """Both kernels of attention: the worse of each number."""
+    """Compiles both kernels of attention; each number is the worse of the two."""
     shapes = attention_shapes(2, t, heads, kv_heads, e, bits, masked)
     kernel = partial(triton_gpu.attention, window=window, head_scale=e**-0.5)
     said, shared = _triton(_lower(device, kernel, *shapes))
@@ -166,7 +166,7 @@ def check_attention(
 def attention_shapes(
     rows: int, t: int, heads: int, kv_heads: int, e: int, bits: int, masked: bool
 ) -> tuple[Any, ...]:
-    """The operands of attention over 4096 slots, as shapes. bits: of the cache."""
+    """The operands of attention over 4096 slots, as shapes, with a cache of `bits` bits."""
     entries = jax.eval_shape(lambda: empty_entries((rows, 4096, kv_heads, e), "bfloat16", bits))
     mask = jax.ShapeDtypeStruct((rows, t, t), jnp.bool_) if masked else None
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, t)))
@@ -184,7 +184,7 @@ def _lower(device: jax.Device, function: Callable, *shapes: Any) -> Any:
 
 
 def _triton(lowered: Any) -> tuple[str, int]:
-    """What ptxas says of the Pallas kernels that XLA's Triton compiles, and their shared memory."""
+    """ptxas's report on the Pallas kernels that XLA's Triton compiles, and their shared memory."""
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": ".*"})
         texts = {path: path.read_text() for path in Path(folder).glob("*.ptx")}
@@ -219,19 +219,19 @@ def _compiled(kernel: str, sizes: str, said: str, shared: int) -> Compiled:
 def _numbers(pattern: str, text: str) -> list[int]:
     found = [int(number) for number in re.findall(pattern, text, re.MULTILINE)]
     if not found:
-        raise RuntimeError(f"ptxas said nothing like {pattern!r}: {text!r}")
+        raise RuntimeError(f"ptxas did not report {pattern!r}: {text!r}")
     return found
 
 
 def _ptxas() -> Path:
-    """The one that the package nvidia-cuda-nvcc installs."""
+    """The ptxas of the package nvidia-cuda-nvcc."""
     specification = find_spec("nvidia")
     folders = specification.submodule_search_locations if specification else None
     return next(path for folder in folders or () for path in Path(folder).glob("*/bin/ptxas"))
 
 
 def _output(function: Callable[[], object]) -> str:
-    """What a call writes to the process's output and error output, from C++ too."""
+    """Captures what a call writes to stdout and stderr, C++ included."""
     with tempfile.TemporaryFile() as file, _redirected(file.fileno()):
         function()
         file.seek(0)
@@ -253,7 +253,7 @@ def _redirected(target: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Prints the table; 1 where a kernel spills, 2 where the compiler is not installed."""
+    """Prints the table. Returns 1 if a kernel spills, 2 if the compiler is not installed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="also write the table as JSON")
     arguments = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Compiles the TPU kernels for real TPUs, without one: what the compiler accepts and what it says.
+"""Compiles the TPU kernels for real TPUs without a TPU, and prints the compiler's numbers.
 
-The compiler is the one in the `libtpu` package (`pip install libtpu`, in the version that
-`jax[tpu]` asks for); no TPU is touched. Every weight format, for the matrices of Llama-3.2-1B,
-Llama-3-8B and Qwen2.5-7B, and attention with the heads of Llama-2-7B, Llama-3-8B and Qwen2.5-7B.
-What does not compile, or needs more VMEM than there is, is a failure; so is attention whose program
+The compiler is in the `libtpu` package (`pip install libtpu`, in the version that `jax[tpu]` asks
+for). The script compiles every weight format for the matrices of Llama-3.2-1B, Llama-3-8B and
+Qwen2.5-7B, and attention with the heads of Llama-2-7B, Llama-3-8B and Qwen2.5-7B. A kernel fails if
+it does not compile, or if it needs more VMEM than there is. Attention also fails if its program
 copies the cache.
 
-The columns: VMEM that the kernel holds; vector registers that the schedule spills; and the cycles
-that the compiler schedules for one turn of the matrix kernel's loop and for each 1024 weights of
-it, without waiting for memory. They are the compiler's numbers, no measurement. For attention, M is
-T, and K and N are the query and the key-value heads.
+The columns are the VMEM that the kernel holds; the vector registers that the schedule spills; and
+the cycles that the compiler schedules for one iteration of the matrix kernel's loop and for each
+1024 weights of it, without waiting for memory. They are not measurements. For attention, M is T,
+and K and N are the query and the key-value heads.
 
     python -m benchmarks.kernels.compile_check_tpu --json OUT
 """
@@ -55,7 +55,7 @@ MATRICES = {  # K, N
     "Qwen2.5-7B": ((3584, 3584), (3584, 512), (3584, 18944), (18944, 3584)),
 }
 ROWS = (1, 8, 32, 128)
-HEADS = ((32, 32), (32, 8), (28, 4))  # query and key-value heads, of 128 features
+HEADS = ((32, 32), (32, 8), (28, 4))  # query and key-value heads of 128 features
 TOKENS = (
     (1, False, None),
     (8, False, 4096),
@@ -96,16 +96,16 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _compiler_dumps() -> Iterator[Path]:
-    """A folder in which the compiler, once it is loaded, leaves what it made."""
+    """A folder for the compiler's dumps. Call this before the compiler is loaded."""
     jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         yield Path(folder)
 
 
 def _cases(quick: bool) -> Iterator[dict[str, Any]]:
-    """What is compiled for every chip."""
+    """The cases, which are compiled for every chip."""
     for name in FORMATS:
         for activation in ("a16", "a8"):
             for m, k, n in ((8, 4096, 14336), (128, 14336, 4096), (300, 172, 37))[
@@ -129,7 +129,7 @@ def _cases(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _rows(dumps: Path, chip: str, quick: bool) -> Iterator[dict[str, Any]]:
-    """One for every compilation for the chip."""
+    """One line for every compilation for the chip."""
     for case in _cases(quick):
         whole = case.pop("whole", False)
         head = {"chip": chip, "format": case["name"], "activation": case["activation"]}
@@ -148,13 +148,13 @@ def _attempt(head: dict[str, Any], check: Callable[[], dict[str, Any]]) -> dict[
     begin = time.perf_counter()
     try:
         row = head | check() | {"error": ""}
-    except Exception as error:  # whatever the compiler raises is what this script is for
+    except Exception as error:  # the script reports whatever the compiler raises
         row = head | {"error": " ".join(str(error).split())[:300] or type(error).__name__}
     return row | {"seconds": round(time.perf_counter() - begin, 2)}
 
 
 def _check_matmul(dumps: Path, chip: str, case: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """`whole`: with the quantization of x around the kernel."""
+    """A product. `whole` includes the quantization of x before the kernel."""
     function, arguments = (_matmul if whole else _kernel)(chip, **case)
     _compile(dumps, chip, function, *arguments)
     return _schedule(dumps, arguments[-1])
@@ -195,7 +195,7 @@ def _kernel(
 
 
 def _weight(name: str, n: int, k: int) -> Quantized:
-    """A weight of shapes only. name: its format and, if not 128, its group."""
+    """A weight with shapes for arrays. `name` is its format and, if not 128, its group size."""
     kind, _, detail = name.partition(" ")
     inputs = padded_inputs(k)
     packed = jax.ShapeDtypeStruct((n, inputs // 2), jnp.uint8)
@@ -211,13 +211,13 @@ def _weight(name: str, n: int, k: int) -> Quantized:
 
 
 def _on(chip: str):
-    """A context in which code is traced for the chip."""
+    """A context that traces code for the chip."""
     device = AbstractDevice(CHIPS[chip][1], 1, "tpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _compile(dumps: Path, chip: str, function: Callable[..., jax.Array], *arguments: Any) -> str:
-    """The text of the program; what the compiler made on the way is in `dumps`."""
+    """The text of the compiled program. The compiler leaves its intermediate files in `dumps`."""
     for file in dumps.iterdir():
         file.unlink()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0])
@@ -228,7 +228,7 @@ def _compile(dumps: Path, chip: str, function: Callable[..., jax.Array], *argume
 
 
 def _dump(dumps: Path) -> tuple[str, str]:
-    """The allocations and the schedule of the kernel, the one program with scratch operands."""
+    """The dumped allocations and schedule of the kernel, the only program with scratch operands."""
     [original] = (
         path for path in dumps.glob("*-original.txt") if "'scratch operand'" in path.read_text()
     )
@@ -246,7 +246,7 @@ def _memory(allocations: str, bundles: str) -> dict[str, Any]:
 
 
 def _schedule(dumps: Path, weight: Quantized) -> dict[str, Any]:
-    """What the compiler's dump says of the matrix kernel."""
+    """The cycles of the matrix kernel's loop, from the compiler's dump."""
     allocations, bundles = _dump(dumps)
     turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", bundles, re.MULTILINE))
     stored = storage(weight).shape[1]

@@ -1,9 +1,9 @@
-"""Time of every matrix product of four real models' layers, beside the machine's limit.
+"""Times every matrix product of four real models' layers, beside the machine's limit.
 
 The limit is the larger of bytes / bandwidth and operations / peak, both measured in this run
-(`rates.py`), on data larger than the last-level cache: weights are copies that together exceed it,
-read in turn. Beside it: XLA's own product of the same values in 16 bits, and PyTorch's kernels
-where installed. It runs on a CPU, or on JAX's GPU.
+(`rates.py`). The products read copies of the weight in turn that together exceed the last-level
+cache. XLA's product of the same values in 16 bits, and PyTorch's kernels where installed, are timed
+too. The script runs on a CPU or on a GPU.
 
     python -m benchmarks.kernels.products --json OUT [--models Llama-3.2-1B] [--rows 1 4 16]
     [--kernels w4a8]
@@ -38,7 +38,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import plain_values
 from specjax.model.params import prepack_weight
 
-LAYERS = {  # (K, N) of the linear layers, without repetition
+LAYERS = {  # (K, N) of the linear layers, each once
     "Llama-3.2-1B": ((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),
     "Llama-3.2-3B": ((3072, 3072), (3072, 1024), (3072, 8192), (8192, 3072)),
     "Llama-3-8B": ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)),
@@ -46,15 +46,15 @@ LAYERS = {  # (K, N) of the linear layers, without repetition
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 BFLOAT16_SETS = {"avx512_amx", "avx512_bf16"}  # instruction sets that multiply bfloat16
-# Copies of a weight together exceed this: twice a large last-level cache.
+# The copies of a weight exceed this together: twice a large last-level cache.
 CACHE_BYTES = {"cpu": 220e6, "gpu": 200e6}
-# All copies are read so often in one program: a GPU would be done before the next one is started.
+# How often one program reads all copies. A GPU would finish one pass before the next launch.
 PASSES = {"cpu": 1, "gpu": 20}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A format at a precision; `arithmetic` is what its products are made of."""
+    """A format at a precision. `arithmetic` is the type of its products."""
 
     make: Callable[[np.random.Generator, int, int], Weight]
     activation: str
@@ -88,7 +88,7 @@ def _bfloat16(rng: np.random.Generator, n: int, k: int) -> Bfloat16Weight:
 
 
 def kernels() -> dict[str, Kernel]:
-    """The kernels that are measured. 16-bit products are bfloat16 where the machine has them."""
+    """The measured kernels. 16-bit products are bfloat16 where the machine multiplies that."""
     has_bfloat16 = jax.default_backend() != "cpu" or not BFLOAT16_SETS.isdisjoint(
         cpu.native.instruction_sets()
     )
@@ -105,7 +105,7 @@ def kernels() -> dict[str, Kernel]:
 
 
 def seconds(function: Callable[[int], object], calls: int, rounds: int = 7) -> float:
-    """Median over rounds of the time per call; call i is given i."""
+    """Median over rounds of the time per call. Call i gets i."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def seconds(function: Callable[[int], object], calls: int, rounds: int = 7) -> f
 
 @lru_cache(maxsize=1)
 def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
-    """Different weights whose bytes together exceed the cache."""
+    """Different weights that exceed the cache together."""
     rng = np.random.default_rng(0)
     first = prepack_weight(kernel.make(rng, n, k))
     count = max(2, int(CACHE_BYTES[jax.default_backend()] // first.nbytes) + 1)
@@ -135,8 +135,8 @@ def time_chain(
         def read_all(_: int, x: jax.Array) -> jax.Array:
             for weight in weights:
                 y = product(x, weight)
-                # The next product waits for this one, and changes nothing. (On a GPU a launch,
-                # in which our kernels' x is prepared, too.)
+                # The next product waits for this one, which changes nothing. (On a GPU this is a
+                # launch, which also prepares x for our kernels.)
                 x = x + (0 * y[:1, :1]).astype(x.dtype)
             return x
 
@@ -149,7 +149,7 @@ def time_chain(
 
 
 def served_by(weight: Weight) -> str:
-    """Which kernels `matmul` takes for a weight on this machine; of a CPU, the instruction set."""
+    """The kernels that `matmul` chooses for a weight here; on a CPU, the instruction set."""
     if jax.default_backend() == "cpu":
         return cpu.native.instruction_sets()[0]
     if not isinstance(weight, Quantized):
@@ -202,9 +202,14 @@ def peers(name: str, kernel: Kernel, rows: int, n: int, k: int) -> Iterator[tupl
 def measurements(
     shapes: Iterable[tuple[int, int]], names: Sequence[str], rows: Sequence[int], *, beside: bool
 ) -> Iterator[dict[str, Any]]:
-    """Lines of the table, printed as they are made. shapes: (K, N); beside: others' kernels too."""
+    """Prints and yields the lines of the table.
+
+    Args:
+      shapes: (K, N) of the products.
+      beside: whether to time other libraries' kernels too.
+    """
     for k, n in shapes:
-        measured = rates()  # beside the times that are divided by them: machines drift
+        measured = rates()  # now, because the speed of a machine drifts
         print({name: f"{value / 1e9:.1f} G/s" for name, value in measured.items()}, flush=True)
         for name in names:
             kernel = kernels()[name]

@@ -1,7 +1,8 @@
-"""What this machine can do: bytes and operations per second, which benchmarks divide by.
+"""Measures the machine's bytes and operations per second, for the limits in benchmarks.
 
-On a CPU the kernels' own threads and vectors measure it (`pallas_kernels.cpu.probe`). On a GPU XLA
-does: bandwidth by a maximum over more memory than any cache has, peaks by large square products.
+On a CPU the kernels' own threads and vectors measure them (`pallas_kernels.cpu.probe`). On a GPU
+XLA measures the bandwidth by a maximum over more memory than any cache has, and the peaks by large
+square products.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from benchmarks.support import common
 from pallas_kernels.cpu import probe
 
-BYTES = 400_000_000  # read by a CPU
+BYTES = 400_000_000  # that a CPU reads
 GPU_BYTES, GPU_SIDE = 2**32, 8192
 TRIES = 9
 
@@ -27,8 +28,8 @@ def device_name() -> str:
 
 
 def rates() -> dict[str, float]:
-    """ "read": bytes per second; "integer", "bfloat16", "float32": operations per second, where
-    they are known. The best of a few tries each."""
+    """The best of a few tries: "read" in bytes per second; "integer", "bfloat16" and "float32" in
+    operations per second, where they are known."""
     return _of_cpu() if jax.default_backend() == "cpu" else _of_gpu(GPU_BYTES, GPU_SIDE)
 
 
@@ -59,7 +60,7 @@ def _of_gpu(size: int, side: int) -> dict[str, float]:
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """The shortest of a few calls, each of which takes a millisecond or more."""
+    """The shortest of a few calls. Each call takes a millisecond or more."""
     compiled = jax.jit(function).lower(x).compile()
     jax.block_until_ready(compiled(x))
     times = []

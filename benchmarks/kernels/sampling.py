@@ -1,6 +1,8 @@
-"""What it costs to choose a token from logits, beside sorting them and a random number per token.
+"""Times the choice of a token from logits, beside a sort and one random number per token.
 
-python -m benchmarks.kernels.sampling --json OUT
+The vocabularies are those of Llama 2, Llama 3 and Qwen 2.5.
+
+    python -m benchmarks.kernels.sampling --json OUT
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def measure(rows: int, size: int) -> dict[str, float]:
 
 
 def milliseconds(function: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> float:
-    """Median over TURNS, after one that compiles."""
+    """Median over TURNS, after one call that compiles."""
     compiled = jax.jit(function)
     times = []
     for _ in range(TURNS + 1):

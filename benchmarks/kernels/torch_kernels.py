@@ -1,5 +1,4 @@
-"""PyTorch's kernels for the products that benchmarks/kernels/products.py measures, where
-installed."""
+"""PyTorch's kernels, where installed, for the products of benchmarks/kernels/products.py."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def times(
     device: str = "cpu",
     passes: int = 1,
 ) -> Iterator[tuple[str, float]]:
-    """(name, seconds per product) of PyTorch's counterpart of a kernel; none where there is none.
+    """Yields (name, seconds per product) for PyTorch's counterparts of a kernel, if there are any.
 
     `seconds(function, calls)` is the time of one call; call i uses copy i of the weight. On
     device "cuda" one call is a graph of all copies' products, recorded `passes` times.
@@ -46,8 +45,8 @@ def times(
 
 
 def _graph(products: Products) -> Callable[[int], None]:
-    """All products as one launch, so that Python's own time is not measured."""
-    for product in products[:3]:  # what a first call sets up may not be recorded
+    """All products as one launch, so that Python's time is not measured."""
+    for product in products[:3]:  # the setup of a first call must not be recorded
         product()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
