@@ -175,7 +175,7 @@ def read_description(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no such directory: {path}")
     if not is_checkpoint(path):
         raise ValueError(f"{path} is no specjax checkpoint: its config.json does not say so")
-    description = json.loads((path / "config.json").read_text())
+    description: dict[str, Any] = json.loads((path / "config.json").read_text())
     version = description[VERSION_FIELD]
     if not isinstance(version, int):
         raise ValueError(f"config.json of {path} is damaged: {VERSION_FIELD} is {version!r}")
@@ -262,7 +262,10 @@ def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
             )
             for name, array in found.tree.items()
         }
-        return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+        restored: dict[str, jax.Array] = checkpointer.restore(
+            path, args=ocp.args.StandardRestore(wanted)
+        )
+        return restored
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -252,9 +252,10 @@ def _family(fields: Fields) -> str:
         if names[0] not in FAMILIES:
             raise ValueError(f"architecture {names[0]!r} is not supported; {supported}")
         return FAMILIES[names[0]]
-    if fields.get("model_type") not in FAMILIES.values():
+    family = fields.get("model_type")
+    if family not in FAMILIES.values():
         raise ValueError(f"architectures is missing and model_type does not tell; {supported}")
-    return fields["model_type"]
+    return str(family)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -317,12 +318,12 @@ def _rope_scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float | None:
     """As given, or from DeepSeek's two fields, or None for the paper's 0.1 · ln(factor) + 1."""
-    given = rope.get("attention_factor")
+    given: float | None = rope.get("attention_factor")
     scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if given is not None or not (scale and scale_all):
         return given
     logarithm = math.log(max(factor, 1.0))
-    return (0.1 * scale * logarithm + 1.0) / (0.1 * scale_all * logarithm + 1.0)
+    return float((0.1 * scale * logarithm + 1.0) / (0.1 * scale_all * logarithm + 1.0))
 
 
 def _sliding(fields: Fields, family: str) -> tuple[int | None, tuple[int, ...] | None]:

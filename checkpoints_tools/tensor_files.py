@@ -39,7 +39,7 @@ class Tensor:
         # The file is opened for each tensor anew, because what has been read of a mapped file
         # counts as this process's memory until it is closed.
         with _open(self.file) as shard:
-            array = shard.get_tensor(self.name)
+            array: np.ndarray = shard.get_tensor(self.name)
         if self.dtype in FLOATS and not _all_finite(array):
             raise ValueError(f"the tensor {self.name} in {self.file} holds NaN or infinity")
         return array

@@ -11,9 +11,9 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,8 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save
 
 from checkpoints_tools.tiny_corpus import END_OF_TEXT
+
+ArrayTree = dict[str, Any]  # nested by module; the leaves are arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +134,12 @@ class Llama(nn.Module):
         return embed.attend(nn.RMSNorm(c.rms_norm_eps, name="norm")(x))
 
 
-def hf_tensors(params: dict) -> dict[str, np.ndarray]:
+def hf_tensors(params: ArrayTree) -> dict[str, np.ndarray]:
     """Parameters under Hugging Face's names, matrices as [out, in], in bfloat16."""
     tensors = {}
-    for name, value in flax.traverse_util.flatten_dict(params, sep=".").items():
-        value = np.asarray(value, np.float32)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        value = np.asarray(leaf, np.float32)
         if name.endswith(".kernel"):
             value = value.T
         stem = name.rpartition(".")[0].replace("layers_", "layers.")
@@ -144,7 +147,7 @@ def hf_tensors(params: dict) -> dict[str, np.ndarray]:
     return tensors
 
 
-def hf_config(config: LlamaConfig) -> dict:
+def hf_config(config: LlamaConfig) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -165,7 +168,7 @@ def hf_config(config: LlamaConfig) -> dict:
     }
 
 
-def tokenizer_config(config: LlamaConfig) -> dict:
+def tokenizer_config(config: LlamaConfig) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -177,7 +180,7 @@ def tokenizer_config(config: LlamaConfig) -> dict:
     }
 
 
-def export_hf(config: LlamaConfig, params: dict, tokenizer: Path, target: Path) -> None:
+def export_hf(config: LlamaConfig, params: ArrayTree, tokenizer: Path, target: Path) -> None:
     """Write the model as a Hugging Face directory; readers never see a half-written one."""
     fresh, old = target.with_name(target.name + ".new"), target.with_name(target.name + ".old")
     for leftover in (fresh, old):

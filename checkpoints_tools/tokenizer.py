@@ -66,17 +66,19 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            return render(
+            text: str = render(
                 [dict(message) for message in messages], tokenize=False,
                 add_generation_prompt=answer, continue_final_message=not answer,
             )  # fmt: skip
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return text
 
     @property
     def chat_template(self) -> str:
         """What `chat` renders, in Jinja. Raises ValueError: the checkpoint has none."""
-        return self._conversations.chat_template
+        template: str = self._conversations.chat_template
+        return template
 
     @cached_property
     def _conversations(self) -> Any:

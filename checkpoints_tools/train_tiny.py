@@ -18,6 +18,7 @@ import sys
 import time
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ import orbax.checkpoint as ocp
 
 from checkpoints_tools import tiny_corpus
 from checkpoints_tools.tiny_corpus import KINDS, RunError
-from checkpoints_tools.tiny_model import PRESETS, Llama, LlamaConfig, export_hf
+from checkpoints_tools.tiny_model import PRESETS, ArrayTree, Llama, LlamaConfig, export_hf
 
 # Kinds of text of 20 consecutive rows. Novels teach the language; the decay, whose text a model
 # remembers best, leans on the simple stories and word problems that it is to write itself.
@@ -111,24 +112,30 @@ def make_optimizer(plan: Plan) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), update)
 
 
-def layer_matrices(params: dict) -> dict:
+def layer_matrices(params: ArrayTree) -> ArrayTree:
     """Muon's axes for every kernel [in, out] of the layers, None for everything else."""
     axes = optax.contrib.MuonDimensionNumbers()
-    return jax.tree_util.tree_map_with_path(
+    chosen: ArrayTree = jax.tree.map_with_path(
         lambda path, leaf: axes if path[-1].key == "kernel" else None, params
     )
+    return chosen
 
 
-def mean_loss(model: Llama, params: dict, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+def mean_loss(model: Llama, params: ArrayTree, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Next-token cross-entropy in nats; inputs and targets are [B, T]."""
     logits = model.apply({"params": params}, inputs)  # [B, T, V]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return losses.mean()
 
 
 @partial(jax.jit, static_argnums=(0, 1, 4), donate_argnums=2)
 def train_step(
-    model: Llama, optimizer: optax.GradientTransformation, state: dict, rows: jax.Array, pieces: int
-) -> tuple[dict, jax.Array]:
+    model: Llama,
+    optimizer: optax.GradientTransformation,
+    state: ArrayTree,
+    rows: jax.Array,
+    pieces: int,
+) -> tuple[ArrayTree, jax.Array]:
     """One update from rows [B, T + 1], each cut into `pieces` shorter contexts."""
     batch, width = rows.shape[0] * pieces, (rows.shape[1] - 1) // pieces
     inputs = rows[:, :-1].reshape(batch, width)
@@ -141,7 +148,7 @@ def train_step(
 eval_loss = jax.jit(mean_loss, static_argnums=0)
 
 
-def validate(model: Llama, params: dict, stream: np.ndarray, tokens: int, rows: int) -> float:
+def validate(model: Llama, params: ArrayTree, stream: np.ndarray, tokens: int, rows: int) -> float:
     """Mean loss over at most `rows` consecutive windows of a validation stream."""
     count = min(rows, (len(stream) - 1) // tokens)
     starts = [i * tokens for i in range(max(1, count))]
@@ -173,12 +180,12 @@ class Run:
         )
         self.step, self.state = self._restore()
 
-    def _fresh_state(self) -> dict:
+    def _fresh_state(self) -> ArrayTree:
         tokens = jnp.zeros((1, 8), jnp.int32)
         params = self.model.init(jax.random.key(SEED), tokens)["params"]
         return {"params": params, "opt_state": self.optimizer.init(params)}
 
-    def _restore(self) -> tuple[int, dict]:
+    def _restore(self) -> tuple[int, ArrayTree]:
         step = self.manager.latest_step()
         if step is None:
             return 0, jax.jit(self._fresh_state)()
@@ -197,7 +204,7 @@ class Run:
             for kind, stream in self.validation.items()
         }
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, dict[str, float]]:
         """Loss over all validation text, and per byte, which other tokenizers can compare."""
         losses = self.losses(rows=10_000)
         bits = {
@@ -208,7 +215,7 @@ class Run:
         }
         return {"validation": losses, "bits_per_byte": bits}
 
-    def log(self, record: dict) -> None:
+    def log(self, record: dict[str, Any]) -> None:
         tokens = self.step * self.plan.rows * self.plan.tokens
         line = json.dumps({"step": self.step, "tokens": tokens, **record})
         print(line, flush=True)

@@ -158,7 +158,8 @@ def build(
     if order is not None:
         q = q[:, order]
     arrays = (None if a is None else jnp.asarray(a) for a in (q, scales, zeros, order))
-    return _build(bits, group_size, *arrays)
+    weight: Int4Weight | Int8Weight = _build(bits, group_size, *arrays)
+    return weight
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

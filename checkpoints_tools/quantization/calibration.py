@@ -150,7 +150,7 @@ def advance(
     layer, left = hold(layer, config), []
     for sequence in hidden:
         left.append(_run(layer, sequence[None], _alike(index, config), config)[0][0])
-        jax.block_until_ready(left)
+        left[-1].block_until_ready()
         step()
     return jnp.stack(left)
 
@@ -165,11 +165,10 @@ def observe_head(final_norm: jax.Array, hidden: jax.Array, config: ModelConfig) 
 
 def hold(layer: Layer, config: ModelConfig) -> Layer:
     """The layer as a model of this configuration holds it: what is not quantized, in its dtype."""
-    return jax.tree.map(
-        lambda weight: held(weight, config.dtype),
-        layer,
-        is_leaf=is_format,
+    rounded: Layer = jax.tree.map(
+        lambda weight: held(weight, config.dtype), layer, is_leaf=is_format
     )
+    return rounded
 
 
 def _alike(index: int, config: ModelConfig) -> int:
@@ -216,4 +215,5 @@ def _add(sums: InputStatistics, inputs: jax.Array) -> InputStatistics:
 
 def _mean(sums: InputStatistics, hidden: jax.Array) -> InputStatistics:
     count = hidden.shape[0] * hidden.shape[1]
-    return jax.tree.map(lambda each: each / count, sums)
+    mean: InputStatistics = jax.tree.map(lambda each: each / count, sums)
+    return mean

@@ -67,7 +67,10 @@ def round_by_gptq(
     """
     check_options(group_size, bits)
     factor = jnp.asarray(inverse_factor(second_moment, damping))
-    return over_rows(lambda rows: _round_rows(rows, factor, group_size, bits, ratio), weight)
+    rounded: IntegerWeight = over_rows(
+        lambda rows: _round_rows(rows, factor, group_size, bits, ratio), weight
+    )
+    return rounded
 
 
 def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.ndarray:
@@ -87,7 +90,7 @@ def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.nda
         factor = scipy.linalg.cholesky(turned, lower=True, overwrite_a=True, check_finite=False)
     except np.linalg.LinAlgError as error:
         raise ValueError(f"second_moment must be positive semidefinite: {error}") from error
-    inverse, _ = scipy.linalg.lapack.dtrtri(factor, lower=1, overwrite_c=1)
+    inverse: np.ndarray = scipy.linalg.lapack.dtrtri(factor, lower=1, overwrite_c=1)[0]
     inverse /= np.diagonal(inverse).copy()[:, None]
     return inverse.astype(np.float32)[::-1, ::-1]
 
@@ -141,4 +144,5 @@ def _round_columns(
         return columns - factor[j][:, None] * error, q.at[j].set(rounded), errors.at[j].set(error)
 
     zeros = jnp.zeros_like(columns)
-    return lax.fori_loop(0, len(columns), round_column, (columns, zeros, zeros))[1:]
+    _, q, errors = lax.fori_loop(0, len(columns), round_column, (columns, zeros, zeros))
+    return q, errors

@@ -42,7 +42,8 @@ def cast_to_mxfp4(weight: jax.Array, rounding: str = "floor") -> Mxfp4Weight:
     """
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
-    return over_rows(lambda rows: _cast(rows, rounding), weight)
+    cast: Mxfp4Weight = over_rows(lambda rows: _cast(rows, rounding), weight)
+    return cast
 
 
 @functools.partial(jax.jit, static_argnames="rounding")

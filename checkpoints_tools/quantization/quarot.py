@@ -75,7 +75,7 @@ def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
 
     def value_heads(outputs: jax.Array) -> jax.Array:  # R2 of v's outputs: [N, ...]
         by_head = outputs.reshape(-1, config.head_dim, *outputs.shape[1:])
-        return hadamard(by_head, axis=1).reshape(outputs.shape)
+        return jnp.reshape(hadamard(by_head, axis=1), outputs.shape)
 
     o = _values(layer.o).reshape(-1, config.num_heads, config.head_dim)
     return dataclasses.replace(

@@ -59,7 +59,8 @@ def round_to_nearest(
       ValueError: the group size or the bits are not one of these.
     """
     check_options(group_size, bits)
-    return over_rows(lambda rows: _round(rows, group_size, bits, ratio), weight)
+    rounded: IntegerWeight = over_rows(lambda rows: _round(rows, group_size, bits, ratio), weight)
+    return rounded
 
 
 def round_clipped(
@@ -83,12 +84,15 @@ def round_clipped(
     """
     check_options(group_size, bits)
     blocks = None if second_moment is None else _diagonal_blocks(second_moment, group_size)
-    return over_rows(lambda rows: _round_searched(rows, blocks, group_size, bits), weight)
+    rounded: IntegerWeight = over_rows(
+        lambda rows: _round_searched(rows, blocks, group_size, bits), weight
+    )
+    return rounded
 
 
 def largest(bits: int) -> int:
     """The largest integer of the symmetric range."""
-    return 2 ** (bits - 1) - 1
+    return (1 << bits - 1) - 1
 
 
 def scales_of(groups: jax.Array, bits: int, ratio: float | jax.Array = 1.0) -> jax.Array:
@@ -119,7 +123,8 @@ def searched_scales(groups: jax.Array, bits: int, blocks: jax.Array | None = Non
 
     scales = scales_of(groups, bits)
     start = jnp.full(scales.shape, jnp.inf), scales
-    return jax.lax.fori_loop(0, len(ratios), try_ratio, start)[1]
+    chosen: jax.Array = jax.lax.fori_loop(0, len(ratios), try_ratio, start)[1]
+    return chosen
 
 
 def nearest(values: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -125,4 +125,5 @@ def _exchange(first: Path, second: Path) -> bool:
     if renameat2 is None:
         return False
     paths = os.fsencode(first), os.fsencode(second)
-    return renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) == 0
+    status: int = renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE)
+    return status == 0

@@ -20,8 +20,9 @@ class Line(NamedTuple):
     def text(self, *names: str) -> str:
         """The first of these fields that holds text. Raises ValueError where none does."""
         for name in names:
-            if isinstance(self.fields.get(name), str):
-                return self.fields[name]
+            value = self.fields.get(name)
+            if isinstance(value, str):
+                return value
         what = names[0] if len(names) == 1 else f"any of {', '.join(names)}"
         raise ValueError(f"line {self.number} of {self.path} has no text in {what}")
 
