@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,26 @@ import jax
 import pytest
 
 from specjax.model.params import Params
+from tests.support.covering import covering
 from tests.support.random_models import quantized_model
 from tests.support.word_tokenizer import WordTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `exhaustive` the cases that a test's `covering` mark leaves to `make test-all`."""
+    groups = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering"):
+            groups[item.nodeid.partition("[")[0]].append(item)
+    for group in groups.values():
+        (strength,) = group[0].get_closest_marker("covering").args
+        chosen = set(covering([item.callspec.indices for item in group], strength))
+        for number, item in enumerate(group):
+            if number not in chosen:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True, scope="module")
