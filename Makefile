@@ -21,6 +21,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.c')
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

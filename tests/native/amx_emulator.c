@@ -2,9 +2,9 @@
 //
 // Preloaded into a process, it catches the fault that such an instruction raises, does what the
 // Software Developer's Manual, volume 2, says, and goes on behind it. So the tests run the very
-// library that runs on machines with tiles (tests/kernels/test_amx.py). What the manual forbids, such as
-// shapes that do not fit together, stays a fault. AMX_EMULATOR_LOG names a file that gets, at the
-// end, how often each product was done.
+// library that runs on machines with tiles (tests/kernels/test_amx.py). What the manual forbids,
+// such as shapes that do not fit together, stays a fault. AMX_EMULATOR_LOG names a file that gets,
+// at the end, how often each product was done.
 #define _GNU_SOURCE
 #include <math.h>
 #include <signal.h>
@@ -118,8 +118,7 @@ static void multiply_integers(int sums, int left, int right) {
       uint32_t sum;
       memcpy(&sum, &tiles[sums][m][4 * n], 4);
       for (int k = 0; k < shapes.bytes[left]; ++k) {
-        sum += (uint32_t)((int8_t)tiles[left][m][k] *
-                          (int8_t)tiles[right][k / 4][4 * n + k % 4]);
+        sum += (uint32_t)((int8_t)tiles[left][m][k] * (int8_t)tiles[right][k / 4][4 * n + k % 4]);
       }
       memcpy(&tiles[sums][m][4 * n], &sum, 4);
     }

@@ -47,7 +47,8 @@ void append(std::vector<uint8_t>& bytes, T value) {
 
 // --- Products.
 
-// Of every row, words of so many bytes beside those of its neighbours (pallas_kernels/interleave.py).
+// Of every row, words of so many bytes beside those of its neighbours
+// (pallas_kernels/interleave.py).
 template <typename T>
 std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t word) {
   const auto length = static_cast<int64_t>(rows.size()) / count;
@@ -187,9 +188,9 @@ uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input
 
 uint64_t check_products(const Kernels& kernels) {
   const Matrix matrices[] = {
-      {Kind::kInt4, Scale::kFloat16, 32, true},   {Kind::kInt4, Scale::kBfloat16, 128, false},
-      {Kind::kInt4, Scale::kFloat32, 0, true},    {Kind::kMxfp4, Scale::kE8m0, 32, false},
-      {Kind::kInt8, Scale::kFloat32, 64, true},   {Kind::kInt8, Scale::kBfloat16, 0, false},
+      {Kind::kInt4, Scale::kFloat16, 32, true},     {Kind::kInt4, Scale::kBfloat16, 128, false},
+      {Kind::kInt4, Scale::kFloat32, 0, true},      {Kind::kMxfp4, Scale::kE8m0, 32, false},
+      {Kind::kInt8, Scale::kFloat32, 64, true},     {Kind::kInt8, Scale::kBfloat16, 0, false},
       {Kind::kBfloat16, Scale::kFloat32, 0, false}, {Kind::kFloat32, Scale::kFloat32, 0, false}};
   std::vector<uint8_t> wide, narrow;
   for (int64_t i = 0; i < 17 * Matrix::kInputs; ++i) {

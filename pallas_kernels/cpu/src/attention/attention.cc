@@ -13,8 +13,8 @@ namespace specjax {
 namespace {
 
 constexpr int64_t kTaskRows = 64;  // queries of a task, at most: they share decoded strips
-// With so many tasks a thread takes whole tasks, unless they have so few queries. Otherwise it takes
-// steps in the order of memory, several at a time.
+// With so many tasks a thread takes whole tasks, unless they have so few queries. Otherwise it
+// takes steps in the order of memory, several at a time.
 constexpr int64_t kTasksPerThread = 4, kFewRows = 16, kDealsPerThread = 4;
 
 // --- Sharing the work.
@@ -51,8 +51,7 @@ int64_t longest_path(const Attention& a, const AttentionTask& task) {
 // The slots that any of the task's tokens may see.
 void find_slots(const Attention& a, AttentionTask& task) {
   const int64_t length = a.lengths[task.batch_row];
-  const int64_t shown =
-      a.ancestors == nullptr ? task.token + task.tokens : longest_path(a, task);
+  const int64_t shown = a.ancestors == nullptr ? task.token + task.tokens : longest_path(a, task);
   task.last = std::clamp<int64_t>(length + shown, 0, a.slots);
   task.first = 0;
   if (a.windowed) {
@@ -231,11 +230,11 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
   }
   Attention a{};
   if (auto error = read_shapes(queries, keys, a); error.failure()) return error;
-  for (auto error : {check("values", values, keys.element_type(), shape_of(keys)),
-                     check("lengths", lengths, ffi::S32, {a.b}),
-                     check("positions", positions, ffi::S32, {a.b, a.tokens}),
-                     check("the result", *result, ffi::F32, shape_of(queries)),
-                     read_others(others, a)}) {
+  for (auto error :
+       {check("values", values, keys.element_type(), shape_of(keys)),
+        check("lengths", lengths, ffi::S32, {a.b}),
+        check("positions", positions, ffi::S32, {a.b, a.tokens}),
+        check("the result", *result, ffi::F32, shape_of(queries)), read_others(others, a)}) {
     if (error.failure()) return error;
   }
   a.queries = queries.untyped_data();

@@ -2,8 +2,8 @@
 //
 // One head's entries are short and far apart, so the hardware does not foresee them. The entries of
 // all heads are contiguous. A thread that will read all heads of a block therefore asks for them in
-// the order of memory: one share while it works on each head of the block before. Everything else is
-// asked for one step ahead.
+// the order of memory: one share while it works on each head of the block before. Everything else
+// is asked for one step ahead.
 #pragma once
 
 #include <algorithm>

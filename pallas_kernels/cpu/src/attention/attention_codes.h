@@ -1,7 +1,7 @@
 // What a cache holds as tiles want it: bfloat16, kPairFeatures features of a slot at a time.
 //
-// A code of 8 or 4 bits less its slot's zero has 8 bits and a sign, which bfloat16 holds exactly. So
-// integers are multiplied; a slot's scale comes in afterwards for keys, and with the weights for
+// A code of 8 or 4 bits less its slot's zero has 8 bits and a sign, which bfloat16 holds exactly.
+// So integers are multiplied; a slot's scale comes in afterwards for keys, and with the weights for
 // values.
 #pragma once
 

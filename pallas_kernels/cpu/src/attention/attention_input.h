@@ -1,11 +1,11 @@
 // What attention reads: queries, strips of the cache decoded into float32, and who sees what.
 #pragma once
 
-#include "matmul/activations.h"
 #include "attention/attention_ahead.h"
-#include "matmul/panel.h"
 #include "common/simd.h"
 #include "common/types.h"
+#include "matmul/activations.h"
+#include "matmul/panel.h"
 
 namespace specjax::SPECJAX_ISA {
 
@@ -93,9 +93,7 @@ struct Floats {
 struct Bfloat16s {
   static constexpr int kSize = 2;
   static constexpr bool kAhead = true;
-  static Float read(const uint8_t* p) {
-    return (Float)(widen(load<Half>(p)) << 16);
-  }
+  static Float read(const uint8_t* p) { return (Float)(widen(load<Half>(p)) << 16); }
 };
 
 // Where the query of a task's row begins in the queries, and its result in the output.
@@ -124,7 +122,7 @@ inline void read_queries(const Attention& a, const AttentionTask& task, const La
 // slot). Slots from `end` on are any that can be read.
 template <typename Put>
 SPECJAX_INLINE void transpose_words(const Entries& entries, int64_t slot, int64_t end, Ahead& ahead,
-                               const Put& put) {
+                            const Put& put) {
   const uint8_t* rows[kLanes];
   for (int i = 0; i < kLanes; ++i) {
     rows[i] = entries.start + (slot + i < end ? slot + i : end - 1) * entries.stride;
@@ -153,7 +151,7 @@ SPECJAX_INLINE Float code_values(Word codes, Int zeros, Float scales) {
 
 // kLanes slots' codes, turned: f32[features, kStrip].
 inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
-                       Ahead& ahead) {
+                            Ahead& ahead) {
   const bool nibbles = entries.kind == Cached::kCodes4;
   Int zeros;
   Float scales;
@@ -162,7 +160,8 @@ inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, f
     zeros[i] = entries.zeros[at], scales[i] = entries.scales[at];
   }
   float* high = keys + entries.bytes * kStrip;  // of nibbles: the features' second half
-  const auto put_byte = [&](int64_t byte, Word codes) SPECJAX_LAMBDA {
+  const auto put_byte = [&](int64_t byte, Word codes)
+  SPECJAX_LAMBDA {
     const Word low = codes & (nibbles ? 0xFu : 0xFFu);
     store(keys + byte * kStrip, code_values(low, zeros, scales));
     if (nibbles) store(high + byte * kStrip, code_values(codes >> 4 & 0xFu, zeros, scales));

@@ -1,9 +1,9 @@
 // Attention by tile products, of queries in bfloat16 and a cache in bfloat16 or in codes.
 //
-// Scores: a tile of x is 16 slots' keys, as the cache holds them where that is bfloat16, so keys are
-// read once and never turned; the queries are the right operand, and the scores come out slot by
-// slot. Mixing: the weights are the left operand, and the values of two slots side by side the right
-// one.
+// Scores: a tile of x is 16 slots' keys, as the cache holds them where that is bfloat16, so keys
+// are read once and never turned; the queries are the right operand, and the scores come out slot
+// by slot. Mixing: the weights are the left operand, and the values of two slots side by side the
+// right one.
 //
 // A weight is the sum of three bfloat16 (8 bits of its 24 each), which are three rows of a tile, so
 // that nothing is rounded but sums, in float32. As for vectors, zeros add nothing, and slots keep
@@ -16,7 +16,7 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kParts = 3;          // bfloat16 whose sum is a weight
+inline constexpr int kParts = 3;                   // bfloat16 whose sum is a weight
 inline constexpr int kTileSlots = 2 * kTileWords;  // slots of a tile of weights, in bfloat16
 inline constexpr int64_t kPartStride = kAttentionBlock + kTileSlots;  // in bfloat16
 
@@ -36,7 +36,8 @@ inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTile
 struct TileLayout : Layout {
   TileLayout(const Attention& a, int64_t tokens)
       : Layout(a, tokens),
-        token_rows(a.ancestors == nullptr ? kParts * a.heads_per_kv : whole_tiles(kParts * a.heads_per_kv)),
+        token_rows(a.ancestors == nullptr ? kParts * a.heads_per_kv
+                                          : whole_tiles(kParts * a.heads_per_kv)),
         part_rows(whole_tiles(tokens * token_rows)),
         query_columns(whole_tiles(rows)),
         query_words(scratch),
@@ -52,9 +53,10 @@ struct TileLayout : Layout {
   int64_t token_rows;  // rows of parts of a token: in a tree whole tiles, since its path is its own
   int64_t part_rows, query_columns;
   // queries, two features to a word [features / 2, query_columns]; a strip of keys, what its scores
-  // are multiplied by [kStrip], and they themselves, by 16 queries [kStrip, kLanes]; the scales of a
-  // block's values [kAttentionBlock]; parts of the weights, bfloat16[part_rows, kPartStride]; values
-  // of two slots side by side [kAttentionBlock / 2, kPairFeatures]; mixed [part_rows, features].
+  // are multiplied by [kStrip], and they themselves, by 16 queries [kStrip, kLanes]; the scales of
+  // a block's values [kAttentionBlock]; parts of the weights, bfloat16[part_rows, kPartStride];
+  // values of two slots side by side [kAttentionBlock / 2, kPairFeatures]; mixed [part_rows,
+  // features].
   int64_t query_words, strip, key_scales, scores, value_scales, parts, pairs, mixed, tile_scratch;
 
   // How often a step asks for memory, at even intervals: with the tiles of keys, the turned scores,
@@ -113,7 +115,7 @@ inline void score_strip(const uint8_t* keys, int64_t stride, const float* querie
 
 // `count` queries' scores of a strip, times its slots' scales, to where a query's lie side by side.
 inline void transpose_scores(const float* scores, int64_t count, const float* scales, float* out,
-                        int64_t stride) {
+                             int64_t stride) {
   for (int64_t slot = 0; slot < kStrip; slot += kLanes) {
     Word words[kLanes];
     for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(scores + (slot + i) * kLanes);
@@ -143,10 +145,10 @@ inline void score_by_tiles(const Attention& a, const Entries& entries, const Spa
       scales[slot] = a.scale * slot_scale<kind>(entries, first + slot);
     }
     for (int64_t row = 0; row < layout.rows; row += kLanes) {
-      score_strip(keys, stride, scratch + layout.query_words + row, layout,
-                  scratch + layout.scores, ahead);
-      transpose_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row), scales,
-                  weights.values + row * weights.stride + i * kStrip, weights.stride);
+      score_strip(keys, stride, scratch + layout.query_words + row, layout, scratch + layout.scores,
+                  ahead);
+      transpose_scores(scratch + layout.scores, std::min<int64_t>(kLanes, layout.rows - row),
+                       scales, weights.values + row * weights.stride + i * kStrip, weights.stride);
       ahead.ask(kScoreAsks);
     }
   }
@@ -176,7 +178,8 @@ inline void split_weights(const float* weights, const float* scales, int64_t cou
 template <Cached kind, typename Slot>
 inline void pair_values(const Entries& entries, const Slot& slot, int64_t begin, int64_t end,
                         int64_t feature, float* pairs, Ahead& ahead) {
-  const auto read = [&](int64_t i) SPECJAX_LAMBDA {
+  const auto read = [&](int64_t i)
+  SPECJAX_LAMBDA {
     const int64_t at = slot(i);
     return (__m512i)(at < 0 ? Word{} : read_features<kind>(entries, at, feature));
   };

@@ -24,7 +24,8 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   if (how.depth == 0) {
     avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
   } else if (how.arithmetic == kInteger) {
-    if (w.kind == Kind::kMxfp4) return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
+    if (w.kind == Kind::kMxfp4)
+      return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
     const bool shallow = how.depth == kTileWords / 2;
     if (w.kind == Kind::kInt4 && shallow) {
       multiply_by_tiles<kInteger, Kind::kInt4, 8>(p, m, column, y);

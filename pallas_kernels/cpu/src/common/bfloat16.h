@@ -1,4 +1,5 @@
-// bfloat16 and float32. Always inlined: a copy compiled for one instruction set must not serve others.
+// bfloat16 and float32. Always inlined: a copy compiled for one instruction set must not serve
+// others.
 #pragma once
 
 #include <cstdint>

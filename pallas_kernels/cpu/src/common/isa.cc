@@ -47,7 +47,8 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 // Whether the processor has tile products, the system saves tiles, and this process may use them.
 bool has_amx() {
   if (!has_avx512_bf16()) return false;
-  // tests/kernels/test_amx.py: an emulator stands in for the processor; without it the products would fault.
+  // tests/kernels/test_amx.py: an emulator stands in for the processor; without it the products
+  // would fault.
   if (std::getenv("SPECJAX_AMX_EMULATED") != nullptr) return true;
 #if defined(__linux__)
   constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
@@ -124,7 +125,8 @@ const Kernels* find_kernels(std::string_view name) {
 extern "C" const char* specjax_instruction_sets() {
   static const std::string names = [] {
     std::string lines;
-    for (const auto* kernels : specjax::available_kernels()) lines.append(kernels->name).append("\n");
+    for (const auto* kernels : specjax::available_kernels())
+      lines.append(kernels->name).append("\n");
     return lines;
   }();
   return names.c_str();

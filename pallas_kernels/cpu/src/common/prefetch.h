@@ -1,10 +1,10 @@
 // What will be read of a weight is asked for before.
 //
-// The rows of a panel are read side by side, one chunk of each at a time. These are too many streams
-// for the hardware to foresee, and memory is read fastest from end to end. So several chunks are
-// fetched together: while they are read, the next ones are asked for row by row. The next ones are
-// the same rows' next chunks or, at the end, the first chunks of the next panel. The interleaved rows
-// of a tile count as one row that is as long as all of them.
+// The rows of a panel are read side by side, one chunk of each at a time. These are too many
+// streams for the hardware to foresee, and memory is read fastest from end to end. So several
+// chunks are fetched together: while they are read, the next ones are asked for row by row. The
+// next ones are the same rows' next chunks or, at the end, the first chunks of the next panel. The
+// interleaved rows of a tile count as one row that is as long as all of them.
 #pragma once
 
 #include "common/simd.h"
@@ -18,10 +18,9 @@ inline constexpr int64_t kFetchBytes = 1 << 17;
 
 class Prefetch {
  public:
-  // For `rows` rows from `row` on, `chunk_bytes` of each at a time. `ask` is called `asks` times per
-  // chunk.
-  SPECJAX_INLINE Prefetch(const Weight& w, int64_t row, int64_t rows, int64_t chunk_bytes,
-                          int64_t asks)
+  // For `rows` rows from `row` on, `chunk_bytes` of each at a time. `ask` is called `asks` times
+  // per chunk.
+  SPECJAX_INLINE Prefetch(const Weight& w, int64_t row, int64_t rows, int64_t chunk_bytes, int64_t asks)
       : lines_((rows * chunk_bytes + asks * kLine - 1) / (asks * kLine)),
         rows_(w.interleaved ? (rows + kTileRows - 1) / kTileRows : rows),
         row_bytes_(w.interleaved ? w.row_bytes * kTileRows : w.row_bytes),

@@ -27,9 +27,8 @@ ffi::Error read(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data,
   const Kernels& kernels = *find_kernels("");
   std::atomic<uint32_t> sink{0};
   const auto size = static_cast<int64_t>(data.element_count());
-  measure(pool, size / kReadBytes, seconds->typed_data(), [&](int64_t i) {
-    sink += kernels.read(data.typed_data() + i * kReadBytes, kReadBytes);
-  });
+  measure(pool, size / kReadBytes, seconds->typed_data(),
+          [&](int64_t i) { sink += kernels.read(data.typed_data() + i * kReadBytes, kReadBytes); });
   return ffi::Error::Success();
 }
 
@@ -51,9 +50,11 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::ResultBufferR0<ffi::F32> seconds,
 }  // namespace
 }  // namespace specjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    specjax_probe_read, specjax::read,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::U8>>().Ret<ffi::BufferR0<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_probe_read, specjax::read,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::BufferR0<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_probe_multiply, specjax::multiply,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -5,8 +5,8 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kProbeChains = 12;            // sums under way, to hide a product's latency
-inline constexpr int64_t kProbeProducts = 1 << 12;    // products per chain
+inline constexpr int kProbeChains = 12;             // sums under way, to hide a product's latency
+inline constexpr int64_t kProbeProducts = 1 << 12;  // products per chain
 inline constexpr int64_t kProbeOperations = 2 * kLanes * kProbeChains * kProbeProducts;
 
 inline uint32_t total(Word v) {
@@ -32,7 +32,7 @@ inline uint32_t multiply_only() {
   for (int64_t i = 0; i < kProbeProducts; ++i) {
     __asm__ volatile("" : "+m"(a), "+m"(b));  // or they would be known, and the loop one product
     const Word x = a, y = b;
-    SPECJAX_UNROLL for (int j = 0; j < kProbeChains; ++j) sums[j] = Sums<A>::add(sums[j], x, y);
+  SPECJAX_UNROLL for (int j = 0; j < kProbeChains; ++j) sums[j] = Sums<A>::add(sums[j], x, y);
   }
   Word all{};
   for (int j = 0; j < kProbeChains; ++j) all ^= (Word)sums[j];

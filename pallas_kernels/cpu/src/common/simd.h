@@ -78,8 +78,11 @@ inline uint32_t load_word(const void* p) {
   return x;
 }
 
-// One 32-bit word in every lane. Of a float its bits, since to add it to zeros would be an addition.
-SPECJAX_INLINE Word splat(uint32_t x) { return Word{} + x; }
+// One 32-bit word in every lane. Of a float its bits, since to add it to zeros would be an
+// addition.
+SPECJAX_INLINE Word splat(uint32_t x) {
+  return Word{} + x;
+}
 SPECJAX_INLINE Float splat(float x) { return (Float)splat(load_word(&x)); }
 
 SPECJAX_INLINE Word widen(Half v) { return __builtin_convertvector(v, Word); }
@@ -164,7 +167,8 @@ SPECJAX_INLINE Int dot4(Int sum, Word u, Word s) {
   // Signed times signed, with u = (u - 128) + 128.
   const int8x16_t shifted = (int8x16_t)(u ^ 0x80808080u);
   const int32x4_t first = vdotq_s32((int32x4_t)sum, shifted, (int8x16_t)s);
-  return (Int)vaddq_s32(first, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), (int8x16_t)s), 7));
+  return (Int)vaddq_s32(first,
+                        vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), (int8x16_t)s), 7));
 #else
   const Int w = (Int)u, x = (Int)s;
   for (int shift = 0; shift < 32; shift += 8) {

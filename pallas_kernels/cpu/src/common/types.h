@@ -84,8 +84,7 @@ struct Preparation {
 
   bool operator==(const Preparation& other) const {
     return arithmetic == other.arithmetic && inputs == other.inputs &&
-           group_size == other.group_size && sum_size == other.sum_size &&
-           levels == other.levels &&
+           group_size == other.group_size && sum_size == other.sum_size && levels == other.levels &&
            swap_pairs == other.swap_pairs && rows == other.rows && depth == other.depth;
   }
 };
@@ -127,8 +126,8 @@ struct Attention {
   bool queries_bfloat16;
   Cached cached;
   const int32_t *lengths, *positions;  // [b], [b, tokens]
-  // For a tree [b, tokens, depth]: the new tokens on the path to a token, then -1. Null for a chain,
-  // where each token sees those before it.
+  // For a tree [b, tokens, depth]: the new tokens on the path to a token, then -1. Null for a
+  // chain, where each token sees those before it.
   const int32_t* ancestors;
   int64_t b, tokens, depth, heads, e, slots, kv_heads;
   int64_t heads_per_kv;  // heads / kv_heads

@@ -39,7 +39,7 @@ inline float largest(const float* values, int64_t size) {
 // One group: q ≈ values / scale. Returns the scale.
 inline float quantize(const float* values, int64_t size, int levels, int8_t* q) {
   constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
-  constexpr float kRound = 12582912.0f;     // 1.5 · 2^23: adding it rounds to an integer, ties to even
+  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
   float scale = largest(values, size) * (1.0f / static_cast<float>(levels));
   if (scale < kTiny) scale = 0;
   const float inverse = scale == 0 ? 0 : 1 / scale;
@@ -54,7 +54,8 @@ inline float quantize(const float* values, int64_t size, int levels, int8_t* q) 
 
 // Sums are `stride` apart.
 template <typename Value, typename Sum>
-inline void sum_segments(const Value* values, int64_t count, int64_t size, Sum* sums, int64_t stride) {
+inline void sum_segments(const Value* values, int64_t count, int64_t size, Sum* sums,
+                         int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
     Sum total = 0;
     for (int64_t j = 0; j < size; ++j) total += values[i * size + j];
@@ -86,8 +87,8 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
   const int64_t count = how.arithmetic == Arithmetic::kInteger    ? how.inputs / 4
                         : how.arithmetic == Arithmetic::kBfloat16 ? how.inputs / 2
                                                                   : how.inputs;
-  uint32_t* words = how.depth == 0 ? out.words + row * count
-                                   : reinterpret_cast<uint32_t*>(values + how.inputs);
+  uint32_t* words =
+      how.depth == 0 ? out.words + row * count : reinterpret_cast<uint32_t*>(values + how.inputs);
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
   const int64_t stride = how.depth == 0 ? 1 : how.rows;
   const int64_t first_sum = how.depth == 0 ? row * sums : row;

@@ -80,11 +80,10 @@ class FewRows {
     }
   }
 
-  // Of runs first … first + kRuns - 1 the slices begin … last - 1. A slice is of the smallest group: it
-  // is known where in it a word is, and that it ends there.
+  // Of runs first … first + kRuns - 1 the slices begin … last - 1. A slice is of the smallest
+  // group: it is known where in it a word is, and that it ends there.
   template <int first>
-  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last,
-                               Float* y) {
+  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last, Float* y) {
     constexpr int kSliceInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
     const int64_t segment = p_.segment<A>(), start = run_start<A>(p_.w, chunk, first);
     const uint32_t* x[R];

@@ -14,8 +14,8 @@ SPECJAX_INLINE V load_some(const void* p, int64_t count) {
   return v;
 }
 
-// The first `count` of kLanes values. Nearly always that is all of them, and a call of memcpy costs as
-// much as several vectors.
+// The first `count` of kLanes values. Nearly always that is all of them, and a call of memcpy costs
+// as much as several vectors.
 template <typename V>
 SPECJAX_INLINE void store_some(void* p, V v, int64_t count) {
   if (count >= kLanes) return store(p, v);
@@ -98,7 +98,8 @@ class Groups {
  private:
   SPECJAX_INLINE Group read_interleaved(int64_t row, int64_t group) const {
     if (row >= w_.n) return {Float{}, Int{}};
-    const int64_t tile = row & -kTileRows, first = tile * w_.groups + group * kTileRows + (row - tile);
+    const int64_t tile = row & -kTileRows,
+                  first = tile * w_.groups + group * kTileRows + (row - tile);
     Group result{(Float)read_scales(w_, first, kLanes), Int{} + offset(w_.kind)};
     if (w_.zeros != nullptr) {
       result.zeros += widen(load<SignedByte>(w_.zeros + first));

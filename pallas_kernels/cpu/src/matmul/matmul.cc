@@ -28,8 +28,7 @@ struct Description {
 int64_t tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zeros, Weight& w) {
-  const Shape shape =
-      w.interleaved ? Shape{tiles(w.n), w.groups, kTileRows} : Shape{w.n, w.groups};
+  const Shape shape = w.interleaved ? Shape{tiles(w.n), w.groups, kTileRows} : Shape{w.n, w.groups};
   if (shape_of(scales) != shape) {
     return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
   }
@@ -137,9 +136,8 @@ void multiply(ffi::ThreadPool& pool, const Kernels& kernels, const Input& x,
     Product& product = products[i];
     product.first_panel = panels;
     panels += (product.weight.n + kernels.columns - 1) / kernels.columns;
-    const auto same = std::find_if(products.begin(), products.begin() + i, [&](const Product& p) {
-      return p.how == product.how;
-    });
+    const auto same = std::find_if(products.begin(), products.begin() + i,
+                                   [&](const Product& p) { return p.how == product.how; });
     if (same != products.begin() + i) {
       product.x = same->x;
     } else {

@@ -28,7 +28,9 @@ inline constexpr int kVectors = 2, kRows = 4;
 inline constexpr int kColumns = kVectors * kLanes;
 
 template <Arithmetic A>
-inline constexpr int kPerWord = A == Arithmetic::kInteger ? 4 : A == Arithmetic::kBfloat16 ? 2 : 1;
+inline constexpr int kPerWord = A == Arithmetic::kInteger    ? 4
+                                : A == Arithmetic::kBfloat16 ? 2
+                                                             : 1;
 
 // Inputs per run: as many as leave a panel in the first-level cache.
 template <Arithmetic A>
@@ -38,13 +40,11 @@ template <Arithmetic A>
 inline constexpr int kRunWords = kRun<A> / kPerWord<A>;
 
 // What is added to a weight's integers to make them unsigned bytes.
-inline int offset(Kind kind) {
-  return kind == Kind::kInt4 ? 8 : kind == Kind::kMxfp4 ? 12 : 128;
-}
+inline int offset(Kind kind) { return kind == Kind::kInt4 ? 8 : kind == Kind::kMxfp4 ? 12 : 128; }
 
 // Of 4-bit codes, the integer plus the offset.
-alignas(16) inline constexpr uint8_t kInt4Bytes[16] = {8,  9,  10, 11, 12, 13, 14, 15,
-                                                       0,  1,  2,  3,  4,  5,  6,  7};
+alignas(16) inline constexpr uint8_t kInt4Bytes[16] = {8, 9, 10, 11, 12, 13, 14, 15,
+                                                       0, 1, 2,  3,  4,  5,  6,  7};
 alignas(16) inline constexpr uint8_t kMxfp4Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                         12, 11, 10, 9,  8,  6,  4,  0};
 
@@ -75,7 +75,8 @@ SPECJAX_INLINE void read_interleaved(const Weight& w, int64_t row, int64_t offse
   const uint8_t* from = w.data + tile * w.row_bytes + offset * kTileRows + (row - tile) * 4;
   const int64_t left = row < w.n ? (w.row_bytes - offset) / 4 : 0;
   if (__builtin_expect(left < kLanes, 0)) {
-    for (int i = 0; i < kLanes; ++i) words[i] = i < left ? load<Word>(from + i * kTileRows * 4) : Word{};
+    for (int i = 0; i < kLanes; ++i)
+      words[i] = i < left ? load<Word>(from + i * kTileRows * 4) : Word{};
     return;
   }
   SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * kTileRows * 4);

@@ -63,8 +63,8 @@ struct Place {
 
 // y += the sums of the segment at `place`, for row `row` of x.
 template <Arithmetic A>
-SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
-                               int64_t row, typename Sums<A>::Vector sum, Float& y) {
+SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place, int64_t row,
+                       typename Sums<A>::Vector sum, Float& y) {
   const int64_t index = row * place.segments + place.segment;
   if constexpr (A == Arithmetic::kInteger) {
     sum -= group.zeros * static_cast<const int32_t*>(p.x.sums)[index];

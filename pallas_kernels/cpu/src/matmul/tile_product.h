@@ -1,8 +1,8 @@
 // Products by tiles: of two vectors of outputs side by side, which share every load of x.
 //
-// Of a quantized weight sums end with every segment (product.h), where they are scaled; of others they
-// run on to the end. So they do for MXFP4 in bfloat16, whose segments are short: a scale is a power of
-// two, and one instruction scales what is decoded, exactly.
+// Of a quantized weight sums end with every segment (product.h), where they are scaled; of others
+// they run on to the end. So they do for MXFP4 in bfloat16, whose segments are short: a scale is a
+// power of two, and one instruction scales what is decoded, exactly.
 //
 // What bounds these loops is the first-level cache, which another thread may share: what is decoded
 // must still be in it when it is loaded as a tile. So a stream decodes one slice ahead, no more.
@@ -38,7 +38,7 @@ inline void take_zeros(const Product& p, const Group& group, const Place& place,
 // places[i], in this order.
 template <Arithmetic A, Kind kind, int kCount>
 SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, const Place* places,
-                                 int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
+                         int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
   Float scales[kCount];
   const float* x_scales[kCount];
   SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {

@@ -1,8 +1,9 @@
-// A weight as tiles want it, a slice at a time: a slice is kDepth words of every run, a word a vector
-// over kLanes outputs.
+// A weight as tiles want it, a slice at a time: a slice is kDepth words of every run, a word a
+// vector over kLanes outputs.
 //
-// What is stored as tiles want it is loaded as it stands; 4-bit codes are decoded to signed bytes or
-// bfloat16, and MXFP4's scaled as well where a power of two can be taken away from all exponents.
+// What is stored as tiles want it is loaded as it stands; 4-bit codes are decoded to signed bytes
+// or bfloat16, and MXFP4's scaled as well where a power of two can be taken away from all
+// exponents.
 #pragma once
 
 #include "matmul/product.h"
@@ -17,13 +18,12 @@ inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
 // Codes of MXFP4's scales under which all its values but zero are normal bfloat16.
 inline constexpr uint8_t kFirstScale = 2, kLastScale = 252;
 
-// MXFP4 as bfloat16 under the last of these scales, twice. Less is subtracted from the exponents for
-// others: from zeros too, with saturation, so that they stay zeros.
+// MXFP4 as bfloat16 under the last of these scales, twice. Less is subtracted from the exponents
+// for others: from zeros too, with saturation, so that they stay zeros.
 alignas(64) inline constexpr uint16_t kLargestMxfp4[2 * kLanes] = {
-    0, 0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40,
-    0, 0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40,
-    0, 0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40,
-    0, 0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
+    0,      0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40, 0,      0xFD80, 0xFE00,
+    0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40, 0,      0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0,
+    0x7F00, 0x7F40, 0,      0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
 
 // Whether all scales of the panel from `column` on are such.
 inline bool scales_are_exponents(const Weight& w, int64_t column) {

@@ -45,8 +45,8 @@ void add_pairs(float* x, int64_t size, int64_t unit) {
   int64_t distance = unit;
   for (; 4 * distance <= size; distance *= 4) {
     for (int64_t start = 0; start < size; start += 4 * distance) {
-      float *__restrict x0 = x + start, *__restrict x1 = x0 + distance;
-      float *__restrict x2 = x1 + distance, *__restrict x3 = x2 + distance;
+      float* __restrict x0 = x + start, * __restrict x1 = x0 + distance;
+      float* __restrict x2 = x1 + distance, * __restrict x3 = x2 + distance;
       for (int64_t i = 0; i < distance; ++i) {
         const float sum = x0[i] + x1[i], difference = x0[i] - x1[i];
         const float sum2 = x2[i] + x3[i], difference2 = x2[i] - x3[i];
@@ -56,7 +56,7 @@ void add_pairs(float* x, int64_t size, int64_t unit) {
     }
   }
   if (distance == size) return;
-  float *__restrict first = x, *__restrict second = x + distance;
+  float* __restrict first = x, * __restrict second = x + distance;
   for (int64_t i = 0; i < distance; ++i) {
     const float a = first[i], b = second[i];
     first[i] = a + b, second[i] = a - b;
@@ -105,7 +105,8 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   if (dims.size() < 2 || x.element_type() != ffi::F32) {
     return invalid("x must be float32 [..., n, unit], got " + text(shape_of(x)));
   }
-  if (auto error = check("the result", *result, ffi::F32, shape_of(x)); error.failure()) return error;
+  if (auto error = check("the result", *result, ffi::F32, shape_of(x)); error.failure())
+    return error;
   if (x.element_count() == 0) return ffi::Error::Success();
   const int64_t unit = dims.back(), n = dims[dims.size() - 2], size = n * unit;
   std::vector<Matrix> matrices;

@@ -116,7 +116,8 @@ ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale
     return invalid(std::to_string(scales) + " scales do not fit " + std::to_string(rows) + " rows");
   }
   for_rows(pool, rows, size, [&, share = rows / scales](int64_t row) {
-    norm_row(Row(x, row * size), Row(scale, row / share * size), size, eps, Row(*result, row * size));
+    norm_row(Row(x, row * size), Row(scale, row / share * size), size, eps,
+             Row(*result, row * size));
   });
   return ffi::Error::Success();
 }
