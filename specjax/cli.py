@@ -39,10 +39,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _enable_compilation_cache() -> None:
-    """Programs compiled once are found again by the next command."""
+    """Keeps compiled programs on disk, where the next command finds them."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(base) / "specjax" / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    for name, value in (
+        ("jax_compilation_cache_dir", str(Path(base) / "specjax" / "compiled")),
+        ("jax_persistent_cache_min_compile_time_secs", 0.5),
+    ):
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from pallas_kernels.formats import Quantized
 from specjax.drafting import Autoregressive, QSpec
 from specjax.evaluation.task_sets import TaskProgress, TaskResult, evaluate
-from specjax.evaluation.tasks import TASKS, WrittenTask
+from specjax.evaluation.tasks import TASKS
 from specjax.generation.text import Tokenizer
 from specjax.model.params import Params
 
@@ -93,7 +93,7 @@ def fidelity_rows(
         return
     plain = run("W4A16", tasks, drafter=Autoregressive())
     yield Row(scheme, "W4A16", plain, plain)
-    written = [name for name in tasks if isinstance(TASKS[name], WrittenTask)]
+    written = [name for name in tasks if TASKS[name].drafts]
     drafted = run("QSpec", written, drafter=drafter or QSpec(activation="a4")) if written else ()
     by_name = {each.task: each for each in (*plain, *drafted)}
     yield Row(scheme, "QSpec", tuple(by_name.values()), plain)

@@ -10,9 +10,9 @@ import pytest
 
 from specjax.evaluation.tasks import TASKS, WIKITEXT2
 from specjax.evaluation.tasks.arithmetic import GSM8K, final_number
-from specjax.evaluation.tasks.base import Question
 from specjax.evaluation.tasks.competition import MATH, WORKED, boxed, same_answer
 from specjax.evaluation.tasks.programs import HUMANEVAL, MBPP
+from specjax.evaluation.tasks.written import Question
 from specjax.files.json_lines import read_lines
 from tests.support.task_files import write_tasks
 

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from specjax.evaluation.tasks.base import Question, Verdict, WrittenTask, some_examples
+from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask, some_examples
 from specjax.files.json_lines import Line
 
 _NUMBER = re.compile(r"-?\$?-?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
@@ -45,7 +45,7 @@ def _judge(question: Question, answer: str) -> Verdict:
 
 
 GSM8K = WrittenTask(
-    name="gsm8k", file="prompts/gsm8k_test.jsonl", read=_question, judge=_judge,
+    name="gsm8k", title="GSM8K: word problems of arithmetic", file="prompts/gsm8k_test.jsonl", read=_question, judge=_judge,
     metric="exact match", max_new_tokens=256, stops=("\n\n", "\nQuestion:"), shots=8,
     examples=_examples,
 )  # fmt: skip

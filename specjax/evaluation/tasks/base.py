@@ -1,137 +1,128 @@
-"""What a task is: items read from a local file, and how an answer to one of them is judged.
+"""The interface of a task: entries are made from a local file, answered by a model, and judged.
 
-Three kinds. A `WrittenTask` has a prompt to continue; a `ChoiceTask` has options of which the model
-finds one the most likely; a `TextTask` is a text whose perplexity is wanted.
+`written` holds the tasks whose answers are decoded, `scored` those that read likelihoods.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import abc
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
+from pallas_kernels.activations import Activation
+from specjax.evaluation.runs import Record
 from specjax.files.json_lines import Line, read_lines
-from specjax.generation.text import cut
+from specjax.generation.text import Tokenizer
+from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A prompt to continue.
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer with a chat template, as `specjax.load_tokenizer` returns one."""
 
-    reference: what the task's judge compares the answer with.
-    later: what is asked in turn, once the questions before are answered.
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> str: ...
+
+
+class Setup(NamedTuple):
+    """The model and how it is asked: the same for all tasks of a call.
+
+    chat: the tokenizer whose template holds the questions; None: questions are plain texts.
+    max_new_tokens: most tokens per answer; None: the task's own number.
+    The other fields are those of `evaluate`.
     """
 
-    id: str
-    prompt: str
-    reference: Any = None
-    later: tuple[str, ...] = ()
+    params: Params
+    tokenizer: Tokenizer
+    drafter: Drafter
+    rows: int = 8
+    max_new_tokens: int | None = None
+    activation: Activation = "a16"
+    cache_bits: int = 16
+    chat: ChatTokenizer | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Pairs of a context and its continuation, of which number `gold` is right."""
+class Identified(Protocol):
+    """An item of a file, or what is made of one: it has an id that no other one of its task has."""
 
-    id: str
-    options: tuple[tuple[str, str], ...]
-    gold: int
+    @property
+    def id(self) -> str: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """correct: None where nothing is judged. note: what is worth keeping beside it."""
-
-    correct: bool | None
-    note: str = ""
+Item = TypeVar("Item", bound=Identified)
+Entry = TypeVar("Entry", bound=Identified)
 
 
-@dataclasses.dataclass(frozen=True)
-class WrittenTask:
-    """Answers are written.
+class Task(abc.ABC, Generic[Entry]):
+    """A set of items, each of which becomes an entry in the model's tokens and then a record.
 
-    name: what the command line calls it.
-    file: of the items, within the folder of data.
-    read: a line of it to a question without examples; None where the line is no item.
-    judge: the question and the answer, cut at the first of `stops`, to a verdict.
-    metric: what the share of correct answers is called; None where only speed is measured.
-    max_new_tokens: per answer.
-    stops: texts that end an answer; what follows is the beginning of another question.
-    frame: how a question reads where it is not put to a chat model; it stands for "{}".
-    shots: worked examples before every question.
-    examples: the folder of data and their number to the text of the examples.
+    name: the task's name on the command line.
+    title: the task in a few words.
+    file: the file of items, within the folder of data.
+    drafts: whether a drafter takes part.
     """
 
     name: str
+    title: str
     file: str
-    read: Callable[[Line], Question | None]
-    judge: Callable[[Question, str], Verdict]
-    metric: str | None
-    max_new_tokens: int
-    stops: tuple[str, ...] = ()
-    frame: str = "{}"
-    shots: int = 0
-    examples: Callable[[Path, int], str] | None = None
+    drafts: bool = False
 
-    def items(self, data: Path, shots: int | None = None) -> list[Question]:
-        """The task's questions, after `shots` worked examples; None: as many as is customary.
+    @abc.abstractmethod
+    def entries(self, setup: Setup, data: Path, shots: int | None) -> list[Entry]:
+        """Reads the items and makes an entry of each.
 
-        Raises ValueError for what is wrong with the files, and shots that there are not.
+        Args:
+          setup: the model.
+          data: the folder of data.
+          shots: worked examples before each question; None: the task's own number. Tasks without
+            examples ignore it.
+
+        Raises:
+          FileNotFoundError: the file is missing.
+          ValueError: the file does not hold what it should, or has too few examples.
         """
-        shots = self.shots if shots is None or self.examples is None else shots
-        if shots < 0:
-            raise ValueError(f"shots must be at least 0, got {shots}")
-        examples = self.examples(data, shots) if self.examples and shots else ""
-        return [
-            dataclasses.replace(item, prompt=examples + item.prompt)
-            for item in _read(data / self.file, self.read)
-        ]
 
-    def plain(self, turns: Sequence[str]) -> str:
-        """Questions and answers by turns as one text, which the next answer continues."""
-        text = ""
-        for number, turn in enumerate(turns):
-            asked = number % 2 == 0
-            text += "\n\n" if asked and text else ""
-            text += self.frame.replace("{}", turn) if asked else turn
-        return text
+    @abc.abstractmethod
+    def records(self, setup: Setup, entries: Sequence[Entry]) -> Iterator[Record]:
+        """Yields the record of every entry as soon as it is known; at least its `id`."""
 
-    def cut(self, text: str) -> str:
-        """An answer without what follows the first of `stops`."""
-        return cut(text, self.stops)
+    @abc.abstractmethod
+    def metrics(self, records: Sequence[Record]) -> dict[str, float]:
+        """The task's metrics over records without an error, at least one."""
 
+    def turns(self, entries: Sequence[Entry]) -> int:
+        """How many records the entries lead to, later turns included."""
+        return len(entries)
 
-@dataclasses.dataclass(frozen=True)
-class ChoiceTask:
-    """The model's choice is the option with the most likely continuation. Fields as above."""
+    def later(
+        self, setup: Setup, entries: Sequence[Entry], records: Sequence[Record]
+    ) -> list[Entry]:
+        """The entries of the next turn, given the records of these."""
+        return []
 
-    name: str
-    file: str
-    read: Callable[[Line], Choice]
-
-    def items(self, data: Path) -> list[Choice]:
-        """The task's items. Raises ValueError for what is wrong with the file."""
-        return _read(data / self.file, self.read)
+    def counts(self, records: Sequence[Record]) -> dict[str, float]:
+        """What drafting did, over all records; empty where no drafter takes part."""
+        return {}
 
 
-@dataclasses.dataclass(frozen=True)
-class TextTask:
-    """The perplexity of a text file in windows that do not overlap, each an item of its own.
+def mean(records: Sequence[Record], name: str) -> float:
+    """The mean of a field of all records."""
+    return float(np.mean([record[name] for record in records]))
 
-    window: tokens, or as many as the model has positions.
+
+def read_items(path: Path, read: Callable[[Line], Item | None]) -> list[Item]:
+    """Reads the items of a file; lines that `read` makes None of are skipped.
+
+    Raises ValueError where two items share an id, and where there is no item.
     """
-
-    name: str
-    file: str
-    window: int = 2048
-
-
-Task = WrittenTask | ChoiceTask | TextTask
-
-
-def _read(path: Path, read: Callable[[Line], Any]) -> list[Any]:
-    """The items of a file, none of them twice."""
-    items: list[Any] = []
+    items: list[Item] = []
     seen: dict[str, int] = {}
     for line in read_lines(path):
         item = read(line)
@@ -146,16 +137,3 @@ def _read(path: Path, read: Callable[[Line], Any]) -> list[Any]:
     if not items:
         raise ValueError(f"{path} holds no items")
     return items
-
-
-def unjudged(question: Question, answer: str) -> Verdict:
-    """Of a task that measures speed alone."""
-    return Verdict(None)
-
-
-def some_examples(path: Path, shots: int, read: Callable[[Line], str | None]) -> str:
-    """The first worked examples of a file. Raises ValueError where it has too few."""
-    found = [text for line in read_lines(path) if (text := read(line)) is not None]
-    if shots > len(found):
-        raise ValueError(f"{path} holds {len(found)} examples, shots={shots}")
-    return "".join(found[:shots])

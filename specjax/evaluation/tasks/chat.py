@@ -6,7 +6,7 @@ model answers is not judged.
 
 from __future__ import annotations
 
-from specjax.evaluation.tasks.base import Question, WrittenTask, unjudged
+from specjax.evaluation.tasks.written import Question, WrittenTask, unjudged
 from specjax.files.json_lines import Line
 
 
@@ -20,8 +20,12 @@ def _conversation(line: Line) -> Question:
 
 MT_BENCH, VICUNA_BENCH, SPEC_BENCH = (
     WrittenTask(
-        name=name, file=f"prompts/{name}.jsonl", read=_conversation, judge=unjudged, metric=None,
+        name=name, title=title, file=f"prompts/{name}.jsonl", read=_conversation, judge=unjudged, metric=None,
         max_new_tokens=512, frame="Question: {}\nAnswer:",
     )
-    for name in ("mt_bench", "vicuna_bench", "spec_bench")
+    for name, title in (
+        ("mt_bench", "MT-Bench: conversations of two turns, speed alone"),
+        ("vicuna_bench", "Vicuna-Bench: open questions, speed alone"),
+        ("spec_bench", "Spec-Bench: six kinds of prompts, speed alone"),
+    )
 )  # fmt: skip

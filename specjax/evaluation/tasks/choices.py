@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.evaluation.tasks.base import Choice, ChoiceTask
+from specjax.evaluation.tasks.scored import Choice, ChoiceTask
 from specjax.files.json_lines import Line
 
 
@@ -29,5 +29,7 @@ def _choice(line: Line, options: tuple[tuple[str, str], ...], name: str) -> Choi
     return Choice(str(line.number), options, gold)
 
 
-PIQA = ChoiceTask("piqa", "prompts/piqa.jsonl", _piqa)
-WINOGRANDE = ChoiceTask("winogrande", "prompts/winogrande.jsonl", _winogrande)
+PIQA = ChoiceTask("piqa", "PIQA: everyday physics, two options", "prompts/piqa.jsonl", _piqa)
+WINOGRANDE = ChoiceTask(
+    "winogrande", "WinoGrande: pronouns, two options", "prompts/winogrande.jsonl", _winogrande
+)

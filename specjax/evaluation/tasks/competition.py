@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from specjax.evaluation.tasks.base import Question, Verdict, WrittenTask
+from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask
 from specjax.files.json_lines import Line
 
 WORKED = (
@@ -109,6 +109,6 @@ def _judge(question: Question, answer: str) -> Verdict:
 
 
 MATH = WrittenTask(
-    name="math", file="prompts/math500.jsonl", read=_question, judge=_judge, metric="exact match",
+    name="math", title="MATH: problems of mathematics competitions", file="prompts/math500.jsonl", read=_question, judge=_judge, metric="exact match",
     max_new_tokens=512, stops=("\nProblem:",), shots=4, examples=_examples,
 )  # fmt: skip
