@@ -6,7 +6,7 @@ COMPILERS := .venv-compilers
 GPU := .venv-gpu
 COMPILE_QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 
-.PHONY: demo test lint golden install-check neon-check compile-check gpu-check clean
+.PHONY: demo test lint docs golden install-check neon-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
@@ -24,6 +24,10 @@ lint: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.c')
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# The documentation as a site: build/site. A warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Compares with Hugging Face's torch models live instead of with the stored values.
 golden: $(VENV)/.golden
@@ -71,7 +75,7 @@ $(VENV)/.base: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/.test $(VENV)/.dev $(VENV)/.golden: $(VENV)/.%: $(VENV)/.base
+$(VENV)/.test $(VENV)/.dev $(VENV)/.docs $(VENV)/.golden: $(VENV)/.%: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --group $*
 	touch $@
 
