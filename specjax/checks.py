@@ -1,4 +1,4 @@
-"""Checks of single values that several doors share."""
+"""Checks of single values, shared by several rooms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_integer(name: str, value: Any) -> int:
-    """`value` as an int, numpy's integers included. Raises ValueError for anything else."""
+    """Returns `value` as an int; accepts NumPy integers. Raises ValueError for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError

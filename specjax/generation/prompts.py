@@ -1,6 +1,6 @@
-"""The door of decoding: brings prompts into one form and checks what can be checked.
+"""Checks prompts and limits at the door of decoding, and brings prompts into one form.
 
-Values inside jit cannot be looked at; there only shapes and dtypes are checked.
+Under jit values are unknown; only shapes and dtypes are checked there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Prompt = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 def normalize_prompt(
     prompt: Prompt, prompt_lengths: jax.Array | Sequence[int] | None, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """A prompt in any accepted form -> tokens int32[B, T] and lengths int32[B].
+    """Converts a prompt of any accepted form to tokens int32[B, T] and lengths int32[B].
 
-    Raises ValueError on an empty prompt, tokens that are no integers or outside the vocabulary,
-    and lengths that do not fit.
+    Raises ValueError on an empty prompt, on tokens that are not integers or are outside the
+    vocabulary, and on lengths that do not fit.
     """
     tokens: jax.Array | np.ndarray
     counts: Any = prompt_lengths
@@ -57,10 +57,10 @@ def normalize_prompt(
 def check_limits(
     config: ModelConfig, width: int, max_new_tokens: int, draft_length: int, capacity: int | None
 ) -> int:
-    """The KV slots per row that a decode needs, after checking that it may have them.
+    """Returns the KV slots per row that a decode needs, and checks that they are allowed.
 
-    A round writes the last token and the drafts before it is known how many are kept; so the last
-    round, which starts at most at width + max_new_tokens - 1 tokens, reaches draft_length further.
+    A round writes the last token and all drafts before it knows how many are kept. The last round
+    starts at width + max_new_tokens - 1 tokens at most and writes draft_length slots further.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -85,7 +85,8 @@ def check_limits(
 
 
 def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a row: the model's own unless given. Raises ValueError if unknown."""
+    """Returns the tokens that end a row: the model's own unless given. Raises ValueError if
+    unknown."""
     if stop_tokens is None:
         return config.stop_tokens
     if not isinstance(stop_tokens, Iterable):
@@ -102,7 +103,7 @@ def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) ->
 def _pad(
     prompt: Sequence[int] | Sequence[Sequence[int]], pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of tokens -> right-padded array and lengths."""
+    """Converts lists of tokens to a right-padded array and lengths."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         raise ValueError(f"prompt must be token ids (an array or lists), got {prompt!r}")
     if len(prompt) == 0:
@@ -117,7 +118,7 @@ def _pad(
 
 
 def _row(index: int, row: Any) -> np.ndarray:
-    """One prompt of a list of prompts, as an array."""
+    """Returns one prompt of a list of prompts as an array."""
     if not isinstance(row, Sequence | np.ndarray):
         raise ValueError(f"prompt row {index} must be a list of token ids, got {row!r}")
     if len(row) == 0:

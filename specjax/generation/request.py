@@ -22,7 +22,7 @@ from specjax.generation.prompts import check_limits, check_stop_tokens
 from specjax.model.config import ModelConfig
 from specjax.model.parallel import check_drafter
 from specjax.model.params import Params
-from specjax.speculation.drafter import Drafter
+from specjax.speculation.drafter import Drafter, check_is_drafter
 from specjax.speculation.sampling import Sampling
 
 
@@ -115,8 +115,7 @@ class Request:
 def _check_types(params: object, drafter: object, sampling: object) -> None:
     if not isinstance(params, Params):
         raise ValueError(f"params must be what specjax.load returns, got {type(params).__name__}")
-    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
-        raise ValueError(f"drafter must be a drafter such as specjax.QSpec(), got {drafter!r}")
+    check_is_drafter(drafter)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a specjax.Sampling or None, got {sampling!r}")
 

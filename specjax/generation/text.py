@@ -1,4 +1,4 @@
-"""Text in, text out: `generate`, and `stream` for whoever wants to watch it happen."""
+"""Text in, text out: `generate`, and `stream`, which yields every round as it is verified."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState
 
 _BUCKET = 32  # prompts are padded to multiples of this
-_CONTEXT = 16  # tokens that can matter to how the next one reads
+_CONTEXT = 16  # tokens before the next one that can affect its text
 
 
 class Tokenizer(Protocol):
-    """What text needs of a tokenizer; `specjax.load_tokenizer` returns one."""
+    """The methods of a tokenizer that this file uses; `specjax.load_tokenizer` returns one."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -48,16 +48,16 @@ def generate(
     Args:
       params: the model.
       tokenizer: its tokenizer.
-      text: what to continue; at least one token.
-      max_new_tokens: most tokens to generate, at least 1.
-      drafter: how tokens are proposed; default QSpec().
-      sampling: how tokens are drawn; None: greedily.
+      text: the text to continue; at least one token.
+      max_new_tokens: the most tokens to generate, at least 1.
+      drafter: proposes tokens; default QSpec().
+      sampling: draws tokens; None: the greedy choice.
       key: a random key; goes with `sampling`.
       stop_tokens: tokens that end the text; None: the model's own; () for none.
       cache_bits: bits per cache entry: 16, 8 or 4.
 
     Returns:
-      The continuation, without the text that was given and without the stop token.
+      The continuation, without the given text and without the stop token.
 
     Raises:
       ValueError: as `specjax.decode` does.
@@ -77,13 +77,13 @@ def generate(
 def output_text(
     tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], stop_tokens: Sequence[int]
 ) -> str:
-    """The text of the tokens that came after a prompt, without a stop token that ends them."""
+    """Returns the text of the tokens after a prompt, without a stop token at the end."""
     ended = len(output) > 0 and output[-1] in stop_tokens
     return _continuation(tokenizer, list(prompt), [*prompt, *(output[:-1] if ended else output)])
 
 
 def cut(text: str, strings: Sequence[str]) -> str:
-    """A text up to the first place where one of some strings begins."""
+    """Cuts a text where the first of some strings begins."""
     return text[: min((i for string in strings if (i := text.find(string)) >= 0), default=None)]
 
 
@@ -92,7 +92,7 @@ class Round:
     """One draft-verify round of one row.
 
     accepted: drafted tokens that the target kept.
-    rejected: drafted tokens that it did not keep, or that came after one; of a tree, none.
+    rejected: drafted tokens from the first rejected one on; empty for a tree.
     given: the target's own token, if the row still had room for it.
     """
 
@@ -102,7 +102,7 @@ class Round:
 
     @property
     def tokens(self) -> list[int]:
-        """What the row gained."""
+        """All tokens that the row gained."""
         return self.accepted + self.given
 
 
@@ -117,17 +117,18 @@ def stream(
     stop_tokens: Sequence[int] | None = None,
     cache_bits: int = 16,
 ) -> Iterator[Round]:
-    """Decodes one prompt, yielding every round as soon as it is verified.
+    """Decodes one prompt and yields every round as soon as it is verified.
 
-    The compiled round and the tokens are those of `specjax.decode`. The call itself checks the
-    arguments and reads the prompt; the rounds are computed as they are asked for.
+    The tokens are those of `specjax.decode`. The call itself checks the arguments and reads the
+    prompt;
+    each round is computed when it is asked for.
 
     Args:
       params: the model.
       prompt: token ids.
-      max_new_tokens: most tokens to generate, at least 1.
-      drafter: how tokens are proposed; default QSpec().
-      sampling: how tokens are drawn; None: greedily.
+      max_new_tokens: the most tokens to generate, at least 1.
+      drafter: proposes tokens; default QSpec().
+      sampling: draws tokens; None: the greedy choice.
       key: a random key; goes with `sampling`.
       stop_tokens: tokens that end the row (kept in the output); None: the model's own; () for none.
       cache_bits: bits per cache entry: 16, 8 or 4.
@@ -148,7 +149,7 @@ def stream(
 
 
 def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Round]:
-    """Runs a state of one row to its end. The given state is used up."""
+    """Runs a state of one row to its end. The given state is donated."""
     while not state.finished[0]:
         state, verified = step(params, state, drafter)
         proposed, drafted, accepted, emitted, count = (
@@ -167,9 +168,9 @@ def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Ro
 def _bucketed(
     params: Params, prompt: Sequence[int], max_new_tokens: int
 ) -> tuple[Prompt, list[int] | None]:
-    """One prompt as an integer array [1, W] with its length; few W, as each is compiled anew.
+    """Pads a prompt to an integer array [1, W]; few different W, since each one is compiled anew.
 
-    W is the next multiple of _BUCKET, or less where the model's positions end before it.
+    W is the next multiple of _BUCKET, or less if the model's positions end before it.
     """
     ids = [check_integer("a prompt token", token) for token in prompt]
     if not ids:
@@ -181,12 +182,12 @@ def _bucketed(
 
 
 class StopStrings:
-    """Ends outputs whose text holds one of some strings: a `stop_when` of `complete`.
+    """Ends outputs whose text contains one of some strings: a `stop_when` for `decode_many`.
 
     Args:
       tokenizer: the model's tokenizer.
-      prompts: token ids of every prompt, in the order of `complete`'s.
-      strings: what ends a text; the tokens of the first occurrence stay in the output.
+      prompts: token ids of every prompt, in the order given to `decode_many`.
+      strings: strings that end a text; the tokens of the first occurrence stay in the output.
     """
 
     def __init__(
@@ -201,12 +202,14 @@ class StopStrings:
 
 
 class TextStream:
-    """Turns tokens into text as they come, holding back what may still change or end it.
+    """Turns tokens into text as they arrive, and holds back text that may still change.
 
-    A character can span tokens, and how a token reads can depend on the ones before it; so the
-    whole text is decoded every time, and a trailing replacement character waits for more. So does
-    what may be the beginning of one of `stops`: the text ends before the first of them, `ended` is
-    true from then on, and what is pushed later adds nothing.
+    A character can span tokens, and a token's text can depend on the tokens before it. So the
+    whole text
+    is decoded every time, and a trailing replacement character is held back. Text that may be the
+    beginning of one of `stops` is held back too. The text ends before the first stop; `ended` is
+    true
+    from then on, and later tokens add nothing.
     """
 
     def __init__(
@@ -220,31 +223,31 @@ class TextStream:
         self.ended = False
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these tokens add."""
+        """Returns the text that these tokens add."""
         self._ids += ids
         text = self._text().rstrip("\ufffd")
         return self._show(text if self.ended else text[: len(text) - self._held(text)])
 
     def peek(self, ids: Sequence[int]) -> str:
-        """The text that these tokens would add, after the last few that were pushed."""
+        """Returns the text that these tokens would add after the ones pushed so far."""
         if self.ended:
             return ""
         context = self._ids[-_CONTEXT:]
         return _continuation(self._tokenizer, context, [*context, *ids])
 
     def finish(self) -> str:
-        """The text that was held back: nothing follows that could change it."""
+        """Returns the text that was held back. Call it when no token follows."""
         return self._show(self._text())
 
     def _text(self) -> str:
-        """All of it, up to the first of `stops`."""
+        """Returns the whole text, up to the first of `stops`."""
         text = _continuation(self._tokenizer, self._prompt, self._ids)
         kept = cut(text, self._stops)
         self.ended = self.ended or kept != text
         return kept
 
     def _held(self, text: str) -> int:
-        """How many characters at the end may be the beginning of one of `stops`."""
+        """Counts the characters at the end that may be the beginning of one of `stops`."""
         return max(
             (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
             default=0,
@@ -256,8 +259,8 @@ class TextStream:
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """The text of `ids` past that of `prompt`, which they begin with."""
+    """Returns the text of `ids` after that of `prompt`, with which they begin."""
     before, text = tokenizer.decode(prompt), tokenizer.decode(ids)
-    if not text.startswith(before):  # the prompt breaks off within a character
+    if not text.startswith(before):  # the prompt ends within a character
         before = before.rstrip("\ufffd")
     return text[len(before) :]

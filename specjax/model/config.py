@@ -1,7 +1,8 @@
 """The architecture of a model, as one frozen value.
 
-`ModelConfig` holds what the forward pass needs to know and nothing else. It is hashable, so it can
-be static metadata of a pytree: two models with equal configurations share one compilation.
+`ModelConfig` holds what the forward pass needs and nothing else. It is hashable, so it can be a
+static
+field of a pytree: two models with equal configurations share one compiled program.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts.
+    """Stretches rotary frequencies for long contexts.
 
     `kind` is "linear" (positions divided by `factor`), "llama3" (Llama 3.1: low frequencies
     divided, high ones kept, smooth between) or "yarn" (Peng et al. 2023). The other fields keep the
@@ -45,7 +46,7 @@ class RopeScaling:
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cos and sin; yarn alone has one (0.1 · ln(factor) + 1 unless given)."""
+        """Factor on cosines and sines. Only yarn has one: 0.1 · ln(factor) + 1 unless given."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -57,13 +58,14 @@ class RopeScaling:
 class ModelConfig:
     """A decoder-only transformer of the Llama family (RMSNorm, RoPE, SwiGLU, grouped queries).
 
-    `num_heads` need not equal `hidden_size / head_dim`. `sliding_window` counts the visible
-    positions, the token's own among them; it holds for the layers in `sliding_layers`, or for every
-    layer where that is None. `hadamard`: the inputs of `o` are rotated across heads and those of
-    `down` as a whole before they are multiplied, and queries and keys where the cache is quantized
-    (QuaRot; `checkpoints_tools.quantization.quarot` makes the weights that expect it).
-    `stop_tokens`,
-    `pad_id` and `bos_id` are the tokenizer's facts that decoding needs.
+    num_heads: need not equal `hidden_size / head_dim`.
+    sliding_window: visible positions, the token's own included; applies to the layers in
+        `sliding_layers`, or to every layer if that is None.
+    hadamard: rotate the inputs of `o` across heads and those of `down` as a whole before the
+    product,
+        and queries and keys if the cache is quantized (QuaRot;
+        `checkpoints_tools.quantization.quarot` makes the weights that expect it).
+    stop_tokens, pad_id, bos_id: the facts about the tokenizer that decoding needs.
     """
 
     vocab_size: int
@@ -117,18 +119,18 @@ class ModelConfig:
                 )
 
     def window(self, layer: int) -> int | None:
-        """Visible positions in `layer`, or None where it sees the whole context."""
+        """Returns the visible positions in `layer`, or None if it sees the whole context."""
         if self.sliding_layers is not None and layer not in self.sliding_layers:
             return None
         return self.sliding_window
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that `from_dict` reads back."""
+        """Returns a JSON-ready description that `from_dict` reads back."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
-        """The inverse of `to_dict`. Raises ValueError on a field that this version lacks."""
+        """Inverts `to_dict`. Raises ValueError on a field that this version lacks."""
         unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise ValueError(

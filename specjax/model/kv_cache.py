@@ -3,9 +3,10 @@
     slots < lengths[b] hold the precise (verify-precision) entries of row b's committed tokens;
     slots >= lengths[b] are scratch that the next write covers.
 
-That is all the machinery QSpec's overwriting needs (section 3.1): a draft writes past `lengths`,
-the verification writes the same slots again, and commitment is an addition to `lengths`. Of a tree,
-the accepted path moves into consecutive slots first.
+QSpec's overwriting (section 3.1) needs nothing more: a draft writes past `lengths`, the
+verification
+writes the same slots again, and a commit adds to `lengths`. The accepted path of a tree moves into
+consecutive slots first.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class KVCache:
         bits: int = 16,
         heads: int | None = None,
     ) -> KVCache:
-        """An empty cache for `rows` rows of at least `capacity` slots each.
+        """Returns an empty cache for `rows` rows of at least `capacity` slots each.
 
         bits: 8 or 4 to quantize the entries; 16 to hold them in the model's dtype.
         heads: key-value heads; None: the model's.
@@ -75,7 +76,7 @@ class KVCache:
         return first.bits if isinstance(first, QuantizedEntries) else 16
 
     def write(self, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
-        """Puts T new entries per row at its slots lengths … lengths + T - 1; `lengths` stays.
+        """Writes T new entries per row to the slots lengths … lengths + T - 1; `lengths` stays.
 
         keys, values: bf16 or f32[B, T, K, E]. Entries past the capacity are dropped.
         """
@@ -92,7 +93,8 @@ class KVCache:
     def move(self, sources: jax.Array, targets: jax.Array) -> KVCache:
         """Copies entries from slots to slots of every layer, in place. int32[B, N] each.
 
-        All are read before the first one is written. Targets past the capacity are dropped.
+        Every source is read before the first target is written. Targets past the capacity are
+        dropped.
         """
         rows = jnp.arange(sources.shape[0])[:, None]
 
@@ -102,5 +104,6 @@ class KVCache:
         return dataclasses.replace(self, keys=moved(self.keys), values=moved(self.values))
 
     def with_lengths(self, lengths: jax.Array) -> KVCache:
-        """The same entries with another count of committed slots: commit, advance or roll back."""
+        """Returns the same entries with another number of committed slots: commit, advance or roll
+        back."""
         return dataclasses.replace(self, lengths=lengths)

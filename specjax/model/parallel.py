@@ -1,18 +1,20 @@
 """Many devices: tensor and data parallel over a `jax.sharding.Mesh`, on one host or several.
 
-The whole program runs under one `jax.shard_map`, so a device runs the code that one device alone
-runs, on its part of the rows and of the heads; kernels and loops know nothing of it.
+The whole program runs under one `jax.shard_map`: every device runs the same code as a single device
+would, on its part of the rows and heads. Kernels and loops know nothing of the mesh.
 
-    data axis      rows are divided; groups of devices decode theirs without a word to each other
+    data axis      rows are divided; groups of devices decode theirs without communication
     tensor axis    every weight is divided by its outputs, as it is stored; the KV cache by heads
 
-No weight is divided by its inputs. What a layer reads in full is gathered before it, so that every
-output is one sum on one device, in the order in which one device alone adds it: the same bits, and
-scales per token, Hadamard rotations and reordered columns find the whole vector. Adding up parts of
-sums (Megatron's second matrix) would move as much and round otherwise.
+No weight is divided by its inputs. An input that a layer reads in full is gathered first, so every
+output is one sum on one device, added in the same order as on a single device: the bits are the
+same,
+and scales per token, Hadamard rotations and reordered columns see the whole vector. Adding partial
+sums
+(Megatron's second matrix) would move as many bytes and round differently.
 
-Inside the program a device tells what it lacks by shapes: what is narrower than the model's
-configuration says is a part. Several hosts: `jax.distributed.initialize`, before all else.
+Inside the program an array that is narrower than the model's configuration says is a device's part.
+For several hosts call `jax.distributed.initialize` first.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ _PER_INPUT = ("order", "columns")  # parts of a weight that count its inputs, no
 def mesh(
     data: int = 1, tensor: int | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Devices for `shard` and `specjax.load`, with axes "data" and "tensor".
+    """Makes a mesh for `shard` and `specjax.load`, with the axes "data" and "tensor".
 
     Args:
-      data: groups of devices, each of which decodes its part of the rows.
+      data: groups of devices; each decodes its part of the rows.
       tensor: devices per group, over which a model is divided; None: as many as there are.
-      devices: which ones; None: all, of all processes.
+      devices: the devices to use; None: all devices of all processes.
 
     Raises:
       ValueError: there are fewer devices than asked for.
@@ -71,14 +73,14 @@ def mesh(
 
 
 def shard(params: Params, mesh: Mesh) -> Params:
-    """The same model, divided over a mesh. The result goes wherever params do.
+    """Divides a model over a mesh. The result can be used wherever params can.
 
-    A process gives its own devices their parts of what it holds; `specjax.load(…, mesh=mesh)` reads
-    those alone.
+    A process gives its own devices their parts of a model that it holds whole.
+    `specjax.load(…, mesh=mesh)` reads only those parts.
 
     Args:
-      params: on one device.
-      mesh: what `mesh` returns, or any other with its two axes.
+      params: a model on one device.
+      mesh: a mesh with the axes "data" and "tensor", as `mesh` makes it.
 
     Raises:
       ValueError: params are divided already, or the tensor axis does not divide the heads.
@@ -99,10 +101,10 @@ def shard(params: Params, mesh: Mesh) -> Params:
 
 
 def weight_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How an array of a model is divided: by its outputs, where the tensor axis divides them.
+    """Returns how an array of a model is divided: by its outputs, if the tensor axis divides them.
 
-    name: its path, such as "layers.0.q.weight.packed". Norms and what goes by a weight's inputs are
-    whole on every device.
+    name: its path, such as "layers.0.q.weight.packed". Norms, and arrays that are indexed by a
+    weight's inputs, are whole on every device.
     """
     last = name.rpartition(".")[2]
     whole = last in _PER_INPUT or last.endswith("norm") or shape[0] % mesh.shape[TENSOR]
@@ -133,13 +135,13 @@ def check_rows(mesh: Mesh | None, rows: int) -> None:
 
 
 def whole_rows(mesh: Mesh | None, rows: int) -> int:
-    """The fewest rows, at least as many as these, that can be divided over the mesh."""
+    """Returns the smallest number of rows, at least this many, that the mesh can divide."""
     shards = 1 if mesh is None else mesh.shape[DATA]
     return -(-rows // shards) * shards
 
 
 def check_drafter(params: Params, drafter: Any) -> None:
-    """Raises ValueError if a drafter has a model that is not where the target is."""
+    """Raises ValueError if a model of the drafter is not on the target's mesh."""
     for model in jax.tree.leaves(drafter, is_leaf=_is_params):
         if _is_params(model) and model.mesh != params.mesh:
             raise ValueError(
@@ -161,14 +163,15 @@ def on_mesh(
     rows: tuple[Any, ...],
     out: Any = None,
 ) -> Any:
-    """function(*shared, *rows), by every device of a mesh on its own parts; at once without one.
+    """Calls function(*shared, *rows) on every device of a mesh with its own parts.
 
     Args:
-      function: of arrays and models alone. Inside, `Params` have no mesh.
-      mesh: where the operands are.
-      shared: what all rows have in common: models, divided by `weight_spec`, and whole arrays.
-      rows: arrays whose first axis is the rows, and caches. One row alone is whole on every device.
-      out: PartitionSpecs of what is returned; None: as `rows`, at the price of tracing it twice.
+      function: takes arrays and models. Inside, `Params` have no mesh.
+      mesh: the mesh of the operands; None: the function is called directly.
+      shared: operands that all rows share: models, divided by `weight_spec`, and whole arrays.
+      rows: arrays with the rows as their first axis, and caches. A single row is whole on every
+      device.
+      out: PartitionSpecs of the results; None: as for `rows`, at the price of tracing twice.
     """
     if mesh is None:
         return function(*shared, *rows)
@@ -176,7 +179,7 @@ def on_mesh(
     if out is None:
         out = row_specs(jax.eval_shape(function, *shared, *rows))
     in_specs = (*_model_specs(shared, mesh), *row_specs(rows))
-    # What the devices of a tensor group return is equal, which JAX cannot know.
+    # All devices of a tensor group return equal results, which JAX cannot know.
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False
     )(*shared, *rows)  # fmt: skip
@@ -191,7 +194,7 @@ def _without_mesh(value: Any) -> Any:
 
 
 def _model_specs(tree: Any, mesh: Mesh) -> Any:
-    """PartitionSpecs of `Params`, wherever they are in a tree, and of all else, which is whole."""
+    """Returns PartitionSpecs: `Params` anywhere in a tree are divided, all else is whole."""
 
     def leaf_spec(path: Any, leaf: jax.Array) -> P:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -206,7 +209,7 @@ def _model_specs(tree: Any, mesh: Mesh) -> Any:
 
 
 def row_specs(tree: Any) -> Any:
-    """PartitionSpecs of arrays with rows first; a cache is divided by its heads besides."""
+    """Returns PartitionSpecs of arrays with rows first; a cache is also divided by its heads."""
 
     def leaf_spec(leaf: jax.Array) -> P:
         return ROWS if leaf.shape[0] > 1 else P()
@@ -221,7 +224,7 @@ def row_specs(tree: Any) -> Any:
 
 
 def blank_rows(build: Callable[[], Any], mesh: Mesh | None) -> Any:
-    """What `build` makes, rows first, every device its own part of it."""
+    """Calls `build`; every device makes its own part of the arrays, which have rows first."""
     if mesh is None:
         return build()
     specs = row_specs(jax.eval_shape(build))
@@ -230,7 +233,7 @@ def blank_rows(build: Callable[[], Any], mesh: Mesh | None) -> Any:
 
 
 def readable(tree: Any, mesh: Mesh | None) -> Any:
-    """The same arrays, whole in every process."""
+    """Returns the same arrays, whole in every process."""
     if mesh is None or not mesh.is_multi_process:
         return tree
     return _replicate(tree, mesh)
@@ -241,36 +244,38 @@ def _replicate(tree: Any, mesh: Mesh) -> Any:
     return lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
-# What runs inside. Without a mesh every vector is whole, and all of it does nothing.
+# The functions below run inside `on_mesh`. Without a mesh every vector is whole, and they do
+# nothing.
 
 
 def gather(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
-    """All `size` entries of an axis of which the device may hold a part."""
+    """Returns all `size` entries of an axis of which the device may hold a part."""
     if x.shape[axis] == size:
         return x
     return lax.all_gather(x, TENSOR, axis=axis % x.ndim, tiled=True)
 
 
 def own_part(x: jax.Array, size: int) -> jax.Array:
-    """Of the last axis the `size` entries that the device's part of a weight stands for."""
+    """Selects the `size` entries of the last axis that belong to the device's part of a weight."""
     if x.shape[-1] == size:
         return x
     return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, axis=-1)
 
 
 def embed(embedding: jax.Array | Bfloat16Weight, tokens: jax.Array, vocab_size: int) -> jax.Array:
-    """The tokens' rows of an embedding of which the device may hold a part. [...] -> [..., D]."""
+    """Looks up tokens in an embedding of which the device may hold a part. [...] -> [..., D]."""
     held = embedding.shape[0]
     if held == vocab_size:
         return take_rows(embedding, tokens)
     own = tokens - lax.axis_index(TENSOR) * held
     is_own = (own >= 0) & (own < held)
     x = take_rows(embedding, jnp.where(is_own, own, 0))
-    return lax.psum(jnp.where(is_own[..., None], x, 0), TENSOR)  # one of them is not zero: exact
+    return lax.psum(jnp.where(is_own[..., None], x, 0), TENSOR)  # only one term is not zero: exact
 
 
 def own_row(row: jax.Array, rows: int, mesh: Mesh | None) -> jax.Array:
-    """Where row `row` of all is among a device's `rows`; `rows` if another device has it."""
+    """Returns the index of row `row` among a device's `rows`, or `rows` if another device has
+    it."""
     if mesh is None:
         return row
     own = row - lax.axis_index(DATA) * rows

@@ -67,7 +67,7 @@ class Params:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads whose weights are here: the model's, or a device's part of them."""
+        """Number of key-value heads held here: the model's, or a device's part of them."""
         return self.layers[0].k.weight.shape[0] // self.config.head_dim
 
     @property
@@ -77,7 +77,7 @@ class Params:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held."""
+        """Bytes of all weights as held."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def linears(self) -> Iterator[Linear]:
@@ -88,24 +88,27 @@ class Params:
 
 
 def prepack(params: Params) -> Params:
-    """The same model, its matrices in the order in which this machine's kernels read them fastest.
+    """Returns the same model with its matrices in the order that this machine's kernels read
+    fastest.
 
-    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`); elsewhere, and for a
-    model that is divided over a mesh, nothing changes. `load` has done this already: it is for
-    models that are made in another way. Output is the same bit for bit. What only looks up rows,
-    such as an embedding that is not the head, stays as it is.
+    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`). Elsewhere, and for a
+    model that is divided over a mesh, nothing changes. `load` and `quantize` do this already; call
+    it
+    for models that are made in another way. Output is the same bit for bit. An embedding that is
+    not
+    also the head is only looked up by rows and stays as it is.
 
     Args:
       params: any model.
 
     Returns:
-      The model in as many bytes. Matrices that had the order already are shared with `params`.
+      The model, as large as before. It shares the matrices that were in that order already.
     """
     if params.mesh is not None:
         return params
     looked_up = None if params.lm_head is None else params.embedding
     weights, structure = jax.tree.flatten(params, is_leaf=is_format)
-    del params  # of a model that nobody else holds, each weight goes when its copy is there
+    del params  # if nobody else holds the model, each weight is freed once its copy exists
     for index, weight in enumerate(weights):
         if weight is not looked_up:
             weights[index] = prepack_weight(weight)
@@ -113,18 +116,22 @@ def prepack(params: Params) -> Params:
 
 
 def prepack_weight(weight: Weight) -> Weight:
-    """One weight in the order in which this machine's kernels read it fastest."""
+    """Returns one weight in the order that this machine's kernels read fastest."""
     return interleave(weight) if jax.default_backend() == "cpu" and cpu.available() else weight
 
 
 def stored(params: Params) -> Params:
-    """The same model row by row, as checkpoints hold it: the inverse of `prepack`."""
+    """Returns the same model row by row, as checkpoints hold it: the inverse of `prepack`."""
     return jax.tree.map(by_rows, params, is_leaf=is_format)
 
 
 def held(weight: Weight, dtype: str) -> Weight:
-    """A weight as a model of this dtype holds it: plain arrays rounded, matrices in the form that
-    kernels read; other formats as they are."""
+    """Returns a weight as a model of this dtype holds it.
+
+    Plain arrays are rounded and matrices take the form that kernels read. Other formats stay as
+    they
+    are.
+    """
     if not isinstance(weight, jax.Array):
         return weight
     rounded = weight.astype(dtype)
@@ -132,7 +139,7 @@ def held(weight: Weight, dtype: str) -> Weight:
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(N, K) of every linear layer of a block."""
+    """Returns (N, K) of every linear layer of a block."""
     d, f = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim

@@ -1,7 +1,8 @@
 """A name for every weight of a model, such as "layers.0.q.weight".
 
-Reading, writing and quantizing a model one weight at a time needs `Params` as a flat mapping. The
-names are the attribute paths of `Params`, so nothing but the configuration is needed to list them.
+Code that reads, writes or quantizes a model one weight at a time needs `Params` as a flat mapping.
+The
+names are the attribute paths of `Params`, so the configuration alone is enough to list them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HEAD = "lm_head.weight"
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every weight of a model, biases and norms included."""
+    """Returns the shape of every weight of a model by its name, biases and norms included."""
     outer = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {"embedding": outer}
     for index in range(config.num_layers):
@@ -48,12 +49,12 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_block_matrix(name: str) -> bool:
-    """Whether `name` is the weight of a linear layer of a block, which quantization changes."""
+    """Whether `name` is the weight of a block's linear layer. Quantization changes these."""
     return name.startswith("layers.") and name.endswith(".weight")
 
 
 def named_weights(params: Params) -> dict[str, Weight]:
-    """Every weight of `params` by its name; the inverse of `params_from_weights`."""
+    """Returns every weight of `params` by its name: the inverse of `params_from_weights`."""
     return {name: _lookup(params, name) for name in weight_shapes(params.config)}
 
 
@@ -65,10 +66,10 @@ def _lookup(params: Params, name: str) -> Any:
 
 
 def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> Params:
-    """The model whose weights are `weights`.
+    """Builds the model that has these weights.
 
     Args:
-      config: which weights there are.
+      config: says which weights the model has.
       weights: one entry for each name of `weight_shapes(config)`.
 
     Returns:
@@ -80,7 +81,7 @@ def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> P
     missing = [name for name in weight_shapes(config) if name not in weights]
     if missing:
         raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} missing in all)")
-    found: dict[str, Any] = dict(weights)  # a name decides whether only an array will do
+    found: dict[str, Any] = dict(weights)  # the name decides whether a weight must be an array
     return Params(
         embedding=found["embedding"],
         layers=tuple(layer_from_weights(found, index) for index in range(config.num_layers)),
@@ -91,7 +92,7 @@ def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> P
 
 
 def layer_from_weights(found: Mapping[str, Any], index: int) -> Layer:
-    """Layer `index` of the model whose weights are `found`, by their names in the model."""
+    """Builds layer `index` from weights under their names in the model."""
     values: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(Layer)):
         path = f"layers.{index}.{name}"
@@ -100,7 +101,8 @@ def layer_from_weights(found: Mapping[str, Any], index: int) -> Layer:
 
 
 def layer_weights(layer: Layer, index: int) -> Iterator[tuple[str, Weight]]:
-    """The inverse of `layer_from_weights`: every weight of a layer and its name in the model."""
+    """Yields every weight of a layer with its name in the model: the inverse of
+    `layer_from_weights`."""
     for field in dataclasses.fields(Layer):
         path, value = f"layers.{index}.{field.name}", getattr(layer, field.name)
         if field.name not in LINEARS:

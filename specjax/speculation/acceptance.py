@@ -1,4 +1,4 @@
-"""Which drafted tokens the target keeps, and the one token that it adds."""
+"""The acceptance rules: which drafted tokens the target keeps, and the one token that it adds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def greedy_match(proposed: jax.Array, drafted: jax.Array, choices: jax.Array) ->
 
     Args:
       proposed: int32[B, N].
-      drafted: int32[B], how many of them count.
-      choices: int32[B, N + 1], the target's after the last token and after each draft.
+      drafted: int32[B], leading proposals that count.
+      choices: int32[B, N + 1], the target's choice after the last token and after each draft.
 
     Returns:
-      int32[B], how many drafts are kept. The row's next tokens are one more of the choices.
+      int32[B], drafts that are kept. The row's next tokens are that many choices and one more.
     """
     return _leading((choices[:, :-1] == proposed) & _meant(proposed, drafted))
 
@@ -33,18 +33,19 @@ def rejection_sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Speculative sampling: every emitted token has exactly the target's distribution.
 
-    Draft d is kept with probability min(1, target(d) / draft(d)); the first one that is not is
-    replaced by a draw from max(target - draft, 0), normalized (Leviathan et al. 2023, algorithm 1).
+    Draft d is kept with probability min(1, target(d) / draft(d)). The first rejected draft is
+    replaced
+    by a draw from max(target - draft, 0), normalized (Leviathan et al. 2023, algorithm 1).
 
     Args:
       keys: one key per row, [B].
       proposed: int32[B, N], drawn from `draft`.
-      drafted: int32[B], how many of them count.
-      draft: f32[B, N, V], the distributions they were drawn from; None: chosen without chance.
-      target: f32[B, N + 1, V], the target's after the last token and after each draft.
+      drafted: int32[B], leading proposals that count.
+      draft: f32[B, N, V], the distributions they were drawn from; None: chosen deterministically.
+      target: f32[B, N + 1, V], the target's distribution after the last token and each draft.
 
     Returns:
-      accepted: int32[B], how many drafts are kept, and emitted: int32[B, N + 1], whose first
+      accepted: int32[B], drafts that are kept, and emitted: int32[B, N + 1], whose first
       accepted + 1 tokens are the row's next ones.
     """
     n = proposed.shape[1]
@@ -69,12 +70,11 @@ def greedy_path(
 
     Args:
       proposed, parents: int32[B, N], as in a `Proposal`.
-      meant: bool[B, N], which of them count.
-      choices: int32[B, N + 1], the target's after the last token and after each draft.
+      meant: bool[B, N], the proposals that count.
+      choices: int32[B, N + 1], the target's choice after the last token and after each draft.
 
     Returns:
-      accepted: int32[B], how many drafts are kept, and nodes: int32[B, N], which ones; -1 after
-      them.
+      accepted: int32[B], drafts that are kept, and nodes: int32[B, N], their numbers, then -1.
     """
     paths = trees.ancestors(parents)
     chosen = meant & (proposed == jnp.take_along_axis(choices, parents + 1, axis=1))
@@ -96,18 +96,19 @@ def sample_path(
     """Multi-branch rejection: every emitted token has exactly the target's distribution.
 
     The children of a node are tried one after another. Child d is kept with probability
-    min(1, p(d) / q(d)), where q is what it was drawn from and p, at first the target's
-    distribution, becomes max(p - q, 0), normalized, after every child that is not kept. When none
-    is, the next token is a draw from p (SpecInfer, Miao et al. 2024). It asks of q
-    nothing but that child d was drawn from it: of independent draws from one distribution q is that
-    distribution; of draws without replacement, what was left of it; of a token that was chosen
-    without chance, the token alone.
+    min(1, p(d) / q(d)). q is the distribution that d was drawn from. p starts as the target's
+    distribution and becomes max(p - q, 0), normalized, after every rejected child. If all are
+    rejected,
+    the next token is a draw from p (SpecInfer, Miao et al. 2024). The rule requires only that
+    child d
+    was drawn from q. For independent draws q is their common distribution; for draws without
+    replacement, what remained of it; for a token chosen deterministically, that token alone.
 
     Args:
       keys: one key per row, [B].
       proposed, parents, meant: as in `greedy_path`.
-      draft: f32[B, N, V], q of every draft; None: chosen without chance.
-      target: f32[B, N + 1, V], the target's after the last token and after each draft.
+      draft: f32[B, N, V], q of every draft; None: chosen deterministically.
+      target: f32[B, N + 1, V], the target's distribution after the last token and each draft.
 
     Returns:
       accepted: int32[B] and nodes: int32[B, N], as `greedy_path` does, and emitted:
@@ -118,7 +119,7 @@ def sample_path(
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(keys[:, 0])
 
     def consider(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The last node kept, int32[B], and p of its children, f32[B, V], after node i."""
+        """Returns the last node kept, int32[B], and p of its children, f32[B, V], after node i."""
         node, p = state
         token = proposed[:, i, None]
         q = jax.nn.one_hot(token[:, 0], p.shape[1]) if draft is None else draft[:, i]
@@ -141,7 +142,7 @@ def sample_path(
 
 
 def _path(paths: jax.Array, node: jax.Array) -> jax.Array:
-    """paths[b, node[b]]; no node at all, -1, has an empty path. [B, N, D], [B] -> [B, D]."""
+    """Returns paths[b, node[b]]; node -1 has an empty path. [B, N, D], [B] -> [B, D]."""
     path = jnp.take_along_axis(paths, jnp.maximum(node, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(node[:, None] >= 0, path, -1)
 
@@ -153,9 +154,9 @@ def _residual(
     target: jax.Array,
     accepted: jax.Array,
 ) -> jax.Array:
-    """Unnormalized max(target - draft, 0) where drafting ended; target where nothing was rejected.
+    """Returns max(target - draft, 0) where drafting ended, or target where nothing was rejected.
 
-    rejected: bool[B]; token: int32[B], the rejected one. -> f32[B, V].
+    Unnormalized. rejected: bool[B]; token: int32[B], the rejected token. -> f32[B, V].
     """
     p = _at(target, accepted)
     q = jax.nn.one_hot(token, p.shape[-1]) if draft is None else _at(draft, accepted)
@@ -165,7 +166,7 @@ def _residual(
 def _remainder(p: jax.Array, q: jax.Array) -> jax.Array:
     """Unnormalized max(p - q, 0). f32[B, V]."""
     remainder = jnp.maximum(p - q, 0)
-    # Equal distributions leave nothing; a rejection there is rounding, and p is right.
+    # Equal distributions leave nothing: a rejection there comes from rounding, and p is right.
     return jnp.where(jnp.any(remainder > 0, axis=-1, keepdims=True), remainder, p)
 
 
@@ -176,10 +177,10 @@ def _at(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _meant(proposed: jax.Array, drafted: jax.Array) -> jax.Array:
-    """Which proposals count. -> bool[B, N]."""
+    """Returns which proposals count, bool[B, N]."""
     return jnp.arange(proposed.shape[1]) < drafted[:, None]
 
 
 def _leading(kept: jax.Array) -> jax.Array:
-    """How many leading entries are true. bool[B, N] -> int32[B]."""
+    """Counts the leading true entries. bool[B, N] -> int32[B]."""
     return jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1)

@@ -29,10 +29,11 @@ def step(
     activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> tuple[DecodeState, Verified]:
-    """One round. The given state is used up.
+    """Runs one round. The given state is donated: do not use it afterwards.
 
-    activation, layers: how the verifying pass runs; a level that only drafts for another may be
-    less precise than the target.
+    activation, layers: of the verifying pass. A level that only drafts for another level may be
+    less
+    precise than the target.
     """
     return on_mesh(
         partial(_step, activation=activation, layers=layers),
@@ -47,7 +48,7 @@ def _step(
     activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[DecodeState, Verified]:
-    """`step` on the rows of one device."""
+    """Runs `step` on the rows of one device."""
     proposal, state = drafter.propose(params, state)
     verified, cache = verify(params, state, proposal, activation, layers)
     count, stopped = _count(state, verified)
@@ -69,7 +70,7 @@ def _step(
 
 
 def _line_up(cache: KVCache, state: DecodeState, verified: Verified) -> KVCache:
-    """The cache with the accepted nodes' entries in consecutive slots; those of a chain are."""
+    """Moves the accepted nodes' entries into consecutive slots; a chain's already are."""
     nodes = verified.nodes
     if nodes is None:
         return cache
@@ -81,12 +82,13 @@ def _line_up(cache: KVCache, state: DecodeState, verified: Verified) -> KVCache:
         target = jnp.where(needed, state.lengths + i, cache.capacity)
         return cache.move(source[:, None], target[:, None])
 
-    # Node i of a path has number i or more, so no entry is written over before it is read.
+    # Node i of a path has number i or more, so no entry is overwritten before it is read.
     return lax.fori_loop(0, jnp.max(count), move, cache)
 
 
 def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array]:
-    """Tokens each row gains, int32[B], and whether a stop token is among them, bool[B]."""
+    """Returns the tokens that each row gains, int32[B], and whether one is a stop token,
+    bool[B]."""
     index = jnp.arange(verified.emitted.shape[1])
     count = jnp.minimum(verified.accepted + 1, state.limits - state.lengths)
     stops = jnp.isin(verified.emitted, jnp.array(state.stop_tokens, jnp.int32))
@@ -97,7 +99,7 @@ def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array
 
 
 def _count_round(state: DecodeState, verified: Verified) -> Stats:
-    """The counts after a round; finished rows do not count."""
+    """Returns the counts after a round. Finished rows do not count."""
     running = (~state.finished).astype(jnp.int32)
     stats = state.stats
     return Stats(

@@ -17,7 +17,7 @@ _INFINITY = 0x7F800000  # its bits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; decoding without one is greedy.
+    """Draws the next token. Decoding without one is greedy.
 
     Applied in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p.
 
@@ -26,9 +26,11 @@ class Sampling:
     top_p: keep the fewest most probable tokens whose probability reaches top_p; None keeps all.
     min_p: keep the tokens at least min_p times as probable as the most probable one; None keeps
         all.
-    repetition_penalty: divides the positive logits, and multiplies the negative ones, of the tokens
-        that the prompt or the output holds already (Keskar et al. 2019); None leaves them. With
-        top_k=1 it penalizes greedy decoding.
+    repetition_penalty: divides the positive logits, and multiplies the negative logits, of tokens
+    that
+        are already in the prompt or the output (Keskar et al. 2019); None: no penalty. With
+        top_k=1 it
+        penalizes greedy decoding.
 
     Raises ValueError where a field is out of its range.
     """
@@ -61,10 +63,11 @@ def _is_number(value: object) -> bool:
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """The most probable token, the first of equals. f32[..., V] -> int32[...].
+    """Returns the most probable token, the first of equals. f32[..., V] -> int32[...].
 
-    By blocks, because XLA:CPU finds a maximum with vectors and its place without: first the block
-    that has it, then its place in the block. That is some twenty times faster.
+    XLA:CPU vectorizes a maximum but not an argmax. So this finds the block that holds the maximum,
+    then
+    its place in the block, which is some twenty times faster.
     """
     blocks = _blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
@@ -75,9 +78,9 @@ def greedy(logits: jax.Array) -> jax.Array:
 def probabilities(
     logits: jax.Array, sampling: Sampling, seen: jax.Array | None = None
 ) -> jax.Array:
-    """The distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1.
+    """Returns the distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1.
 
-    seen: bool[..., V], the tokens that a repetition penalty is for; needed where there is one.
+    seen: bool[..., V], the tokens that a repetition penalty applies to; needed if there is one.
     """
     if sampling.repetition_penalty is not None:
         assert seen is not None
@@ -103,12 +106,12 @@ def seen_tokens(
     vocab_size: int,
     ancestors: jax.Array | None = None,
 ) -> jax.Array:
-    """Which tokens a row holds before each of its next places.
+    """Returns which tokens a row holds before each of its next places.
 
     Args:
-      tokens: int32[B, W], of which the first lengths: int32[B] are the row's.
-      following: int32[B, N], what is drafted to come after them.
-      ancestors: int32[B, N, D], of a tree: the drafts on the path to each, padded with -1.
+      tokens: int32[B, W]; the first lengths: int32[B] of them are the row's.
+      following: int32[B, N], the drafts that follow them.
+      ancestors: int32[B, N, D], for a tree: the drafts on the path to each, padded with -1.
 
     Returns:
       bool[B, N + 1, V].
@@ -130,17 +133,18 @@ def seen_tokens(
 
 
 def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
-    """-inf for the tokens before which, by falling logit (ties: by token id), others come whose
-    weights sum up to `limit` or more. The largest logit is 0.
+    """Sets to -inf every token whose predecessors' weights sum to `limit` or more.
 
-    Nothing is sorted, which takes XLA:CPU fifty times as long: the logit of the last token that is
-    kept is found by halving. The bits of logits below 0 grow with their distance from it.
+    Tokens are ordered by falling logit, then by token id. The largest logit must be 0. A sort takes
+    XLA:CPU fifty times as long, so the last kept logit is found by bisection: the bits of logits
+    below
+    0 grow with their distance from it.
     """
     ranks = _blocks(lax.bitcast_convert_type(jnp.abs(logits), jnp.int32), _INFINITY)
     weights = _blocks(weights, 0)
 
     def before(rank: jax.Array) -> jax.Array:
-        """The weight of all tokens that come before those of a rank."""
+        """Returns the weight of all tokens before those of a rank."""
         return jnp.sum(jnp.where(ranks < rank, weights, 0), axis=(-2, -1), keepdims=True)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -161,10 +165,11 @@ def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
 
 
 def draw(keys: jax.Array, distribution: jax.Array) -> jax.Array:
-    """One token per row, each with its own key. keys: [B], f32[B, V] -> int32[B].
+    """Draws one token per row, each with its own key. keys: [B], f32[B, V] -> int32[B].
 
-    Weights need not sum up to 1; a token of weight 0 is never drawn. First a block of tokens is
-    drawn, then one of its tokens: two random numbers, and not one per token.
+    Weights need not sum to 1. A token of weight 0 is never drawn. A block of tokens is drawn
+    first, then
+    one of its tokens: two random numbers instead of one per token.
     """
     blocks = _blocks(distribution, 0)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
@@ -174,10 +179,11 @@ def draw(keys: jax.Array, distribution: jax.Array) -> jax.Array:
 
 
 def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first place up to which weights sum up to more than that share of them all.
+    """Returns the first place up to which the weights sum to more than that share of the total.
 
-    f32[B, N], f32[B, 1] in [0, 1) -> int32[B]. Sums are rounded, so that a place of weight 0 might
-    seem to raise them: it is passed over.
+    f32[B, N], f32[B, 1] in [0, 1) -> int32[B]. Because sums are rounded, a place of weight 0 might
+    seem
+    to raise them; such places are skipped.
     """
     sums = jnp.cumsum(weights, axis=-1)
     places = jnp.arange(weights.shape[-1], dtype=jnp.int32)
@@ -188,7 +194,7 @@ def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _blocks(values: jax.Array, fill: float) -> jax.Array:
-    """[..., V] -> [..., N, BLOCK], filled up."""
+    """Pads and splits the last axis: [..., V] -> [..., N, BLOCK]."""
     padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % BLOCK)]
     padded = jnp.pad(values, padding, constant_values=fill)
     return padded.reshape(*values.shape[:-1], -1, BLOCK)

@@ -1,4 +1,4 @@
-"""What one row of decoding knows: the state of the loop, and what passes between its parts."""
+"""The state of the decoding loop, and the values that pass between its parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Stats:
 
     rounds: draft-verify rounds, one target pass each.
     drafted: tokens proposed.
-    tested: of these, the ones the target decided on: all up to the first rejected one. In a tree
-        the children of one node count as one, of which one or none is accepted.
-    accepted: of these, the ones it agreed with, whether or not a limit then cut them off.
+    tested: proposed tokens that the target decided on: all up to the first rejected one. In a tree
+        the children of a node count as one, since at most one of them is accepted.
+    accepted: tested tokens that the target agreed with, whether or not a limit then cut them off.
     generated: tokens emitted, the target's own included.
     """
 
@@ -37,17 +37,17 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> jax.Array:
-        """Accepted over drafted tokens, all rows together (QSpec section 4.4). f32[]."""
+        """Share of drafted tokens that were accepted, over all rows (QSpec section 4.4). f32[]."""
         return jnp.sum(self.accepted) / jnp.maximum(jnp.sum(self.drafted), 1)
 
     @property
     def token_acceptance(self) -> jax.Array:
-        """Probability that a draft is kept given that those before it were. f32[]."""
+        """Probability that a draft is kept, given that those before it were. f32[]."""
         return jnp.sum(self.accepted) / jnp.maximum(jnp.sum(self.tested), 1)
 
     @property
     def tokens_per_round(self) -> jax.Array:
-        """Tokens gained per target pass, all rows together. f32[]."""
+        """Tokens gained per target pass, over all rows. f32[]."""
         return jnp.sum(self.generated) / jnp.maximum(jnp.sum(self.rounds), 1)
 
 
@@ -59,8 +59,9 @@ class DecodeState:
         lengths[b] - 1 - lag <= cache.lengths[b] <= lengths[b] - 1
 
     The cache holds precise entries of all tokens but the last, which the next verification reads.
-    The target never lags. A draft model with a cache of its own does: when all its drafts were
-    accepted it has not read the last of them, nor the token that the target added.
+    The target never lags. A draft model with its own cache does: if all its drafts were accepted,
+    it
+    has read neither the last of them nor the token that the target added.
 
     tokens: int32[B, W], prompt and output, padded.
     lengths: int32[B], valid tokens.
@@ -68,10 +69,10 @@ class DecodeState:
     finished: bool[B]; such a row changes no more.
     cache: the target's KV cache.
     keys: one random key per row, [B], or None when decoding greedily.
-    draft: whatever the drafter keeps.
+    draft: the drafter's own state.
     stats: counts so far.
     sampling, stop_tokens: static.
-    vocab_size: entries of the target's vocabulary, in which all levels speak. Static.
+    vocab_size: entries of the target's vocabulary, which all levels use. Static.
     lag: tokens before the last that the cache may lack. Static.
     depth: levels above this one; 0 for the target's own state. Static.
     """
@@ -96,7 +97,7 @@ class DecodeState:
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
 
     def round_keys(self, purpose: int) -> jax.Array:
-        """Keys of this round, [B]: a row's depend on its own history alone."""
+        """Returns the keys of this round, [B]. A row's key depends only on its own history."""
         assert self.keys is not None
         fold = jax.vmap(jax.random.fold_in)
         return fold(fold(self.keys, self.stats.rounds), jnp.full_like(self.stats.rounds, purpose))
@@ -109,13 +110,15 @@ class Proposal:
     (`specjax.speculation.trees`).
 
     tokens: int32[B, N].
-    counts: int32[B], how many of them are meant, from the first; None: all.
-    distributions: f32[B, N, V], what each was drawn from; None when decoding greedily, and where
-        tokens were chosen without chance. In a tree, given the siblings before it.
+    counts: int32[B], leading tokens that count; None: all.
+    distributions: f32[B, N, V], the distribution that each token was drawn from, in a tree given
+    its
+        earlier siblings; None when decoding greedily or when tokens were chosen deterministically.
     parents: int32[B, N], parents[b, i] < i: the token that token i follows, -1 for the last one;
         None: a chain.
-    verifiable: bool[B, N], False for tokens of a tree that are never accepted, nor what follows
-        them: they only ask for `Verified.choices`; None: all are.
+    verifiable: bool[B, N], False for tokens of a tree that are never accepted, and neither are
+    their
+        descendants: they only ask for `Verified.choices`; None: all may be accepted.
     """
 
     tokens: jax.Array
@@ -128,20 +131,22 @@ class Proposal:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a target pass made of a proposal.
+    """The target's verdict on a proposal.
 
     proposed: int32[B, N].
-    drafted: int32[B], how many of them might have been accepted.
-    accepted: int32[B], leading proposals that the target kept; of a tree, those on one path.
+    drafted: int32[B], proposals that might have been accepted.
+    accepted: int32[B], leading proposals that the target kept; in a tree, those on one path.
     tested: int32[B], as in `Stats`.
     emitted: int32[B, N + 1], the row's next tokens; the first `count` are valid.
-    count: int32[B], tokens gained: accepted + 1, less what a stop token or the limit cut off; 0 in
-        finished rows.
+    count: int32[B], tokens gained: accepted + 1, minus those that a stop token or the limit cut
+    off;
+        0 in finished rows.
     logits: f32[B, N + 1, V], the target's after the last token and after every proposal.
-    choices: int32[B, N + 1], its most probable tokens there; also when sampling.
-    nodes: int32[B, N], which proposals the accepted ones are, valid as far as those; None: a chain.
-    distributions: f32[B, N + 1, V], what the target gives every emitted token; None when decoding
-        greedily.
+    choices: int32[B, N + 1], the most probable token at each place, also when sampling.
+    nodes: int32[B, N], the accepted proposals' numbers; the first `accepted` are valid; None: a
+    chain.
+    distributions: f32[B, N + 1, V], the target's distribution of every emitted token; None when
+        decoding greedily.
     """
 
     proposed: jax.Array

@@ -1,7 +1,8 @@
-"""Token trees: what a drafter proposes when it does not want to bet on one continuation.
+"""Token trees: proposals of several continuations at once.
 
-A tree is the parents of its nodes, int32[B, N]: parents[b, i] < i, -1 for a child of the last
-token. All of this is small integer arithmetic on whole arrays, in the compiled loop.
+A tree is the array of its nodes' parents, int32[B, N]: parents[b, i] < i, and -1 for a child of
+the last
+token. All functions are small integer arithmetic on whole arrays, inside the compiled loop.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 def from_sequences(
     sequences: jax.Array, lengths: jax.Array, nodes: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The trie of candidate continuations: what they begin with in common is there once.
+    """Merges candidate continuations into a trie: common beginnings appear once.
 
-    Nodes come in the order of the sequences, a sequence's own in the order of its tokens; so the
-    cut at `nodes` takes the last sequences first, from their ends. Of tokens chosen without chance:
-    merging tokens that were drawn would change what they were drawn from.
+    Nodes follow the order of the sequences, and the order of the tokens within a sequence. The cut
+    at
+    `nodes` therefore drops the ends of the last sequences first. The tokens must have been chosen
+    deterministically: merging drawn tokens would change the distribution they were drawn from.
 
     Args:
       sequences: int32[B, C, L].
@@ -25,7 +27,7 @@ def from_sequences(
       nodes: the most nodes of a tree, N.
 
     Returns:
-      tokens: int32[B, N], parents: int32[B, N] and counts: int32[B], as a `Proposal` has them.
+      tokens: int32[B, N], parents: int32[B, N] and counts: int32[B], as in a `Proposal`.
       Places from counts[b] on hold token 0 and parent -1.
     """
     b, c, length = sequences.shape
@@ -47,7 +49,7 @@ def from_sequences(
 
 
 def ancestors(parents: jax.Array) -> jax.Array:
-    """The path to every node, itself last. int32[B, N] -> int32[B, N, N], padded with -1.
+    """Returns the path to every node, itself last. int32[B, N] -> int32[B, N, N], padded with -1.
 
     Entry d is the node at depth d; numbers rise along a path.
     """
@@ -63,11 +65,12 @@ def ancestors(parents: jax.Array) -> jax.Array:
 
 
 def _follow(values: jax.Array, nodes: jax.Array) -> jax.Array:
-    """values[b, nodes[b, i]], -1 where there is no such node. [B, N, D], [B, N] -> [B, N, D]."""
+    """Returns values[b, nodes[b, i]], or -1 for node -1. [B, N, D], [B, N] -> [B, N, D]."""
     found = jnp.take_along_axis(values, jnp.maximum(nodes, 0)[..., None], axis=1)
     return jnp.where(nodes[..., None] >= 0, found, -1)
 
 
 def depths(paths: jax.Array) -> jax.Array:
-    """The depth of every node, 0 for a child of the last token. `ancestors` -> int32[B, N]."""
+    """Returns the depth of every node, 0 for a child of the last token. `ancestors` -> int32[B,
+    N]."""
     return jnp.sum(paths >= 0, axis=2, dtype=jnp.int32) - 1

@@ -33,8 +33,9 @@ def verify(
 ) -> tuple[Verified, KVCache]:
     """Scores a proposal in one pass, which overwrites the draft's cache entries.
 
-    Returns what came of it (`count` is the caller's to find) and the cache, with entries of this
-    pass for every token up to the last draft.
+    Returns the verdict, whose `count` the caller sets, and the cache with this pass's entries for
+    every
+    token up to the last draft.
     """
     logits, cache = _score_proposal(params, state, proposal, activation, layers)
     counts = proposal.counts
@@ -94,7 +95,7 @@ def _judge_tree(
 
 
 def _distributions(state: DecodeState, proposal: Proposal, logits: jax.Array) -> jax.Array | None:
-    """What the target samples from at every place, f32[B, N + 1, V]; None when greedy."""
+    """Returns the target's distribution at every place, f32[B, N + 1, V], or None when greedy."""
     if state.sampling is None:
         return None
     seen = None
@@ -117,7 +118,7 @@ def _score_proposal(
     activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> tuple[jax.Array, KVCache]:
-    """`score` of a proposal, no wider than its longest row asks for: 1, 3, 7, … drafts, or all."""
+    """Scores a proposal no wider than its longest row needs: 1, 3, 7, … drafts, or all."""
     tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
     n = tokens.shape[1]
     if counts is None or n < 2:
@@ -133,7 +134,7 @@ def _score_proposal(
         logits, cache = score(params, narrow, tokens[:, :width], activation, layers, first)
         return _Scored(jnp.bool_(True), carry.logits.at[:, : width + 1].set(logits), cache)
 
-    # Loops of at most one turn: XLA updates a loop's caches in place, and copies a conditional's.
+    # Loops of at most one turn: XLA updates a loop's caches in place but copies a conditional's.
     logits = jnp.zeros((tokens.shape[0], n + 1, state.vocab_size))
     carry = _Scored(jnp.bool_(False), logits, state.cache)
     for index, width in enumerate(widths):
@@ -142,7 +143,7 @@ def _score_proposal(
 
 
 class _Scored(NamedTuple):
-    """Logits and cache of a proposal that is scored when `done`."""
+    """Logits and cache of a proposal; valid once `done`."""
 
     done: jax.Array
     logits: jax.Array
@@ -161,12 +162,14 @@ def score(
     layers: tuple[int, ...] | None,
     parents: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Logits after the last token and after each of `following`, from one pass over those.
+    """Scores the last token and each of `following` in one pass.
 
     The pass begins at the first token that the cache lacks. following: int32[B, N], a chain or,
-    with parents: int32[B, N], a tree. The entry of number i goes to slot state.lengths + i.
+    with parents: int32[B, N], a tree. The entry of token i goes to slot state.lengths + i.
 
-    Returns f32[B, N + 1, V], and the cache with the pass's entries; `lengths` as they were.
+    Returns the logits after each, f32[B, N + 1, V], and the cache with the pass's entries and
+    unchanged
+    `lengths`.
     """
     n = following.shape[1]
     cached = state.cache.lengths[:, None]
@@ -190,9 +193,10 @@ def score(
 
 
 def _parents_in_pass(parents: jax.Array, known: jax.Array, lag: int) -> jax.Array:
-    """A tree's parents among the tokens of a pass that begins with `known`: int32[B, 1] others.
+    """Numbers a tree's parents among the tokens of a pass that begins with `known` other tokens.
 
-    int32[B, N] -> int32[B, lag + 1 + N]; what is past the tree repeats its last node.
+    known: int32[B, 1]. int32[B, N] -> int32[B, lag + 1 + N]; places past the tree repeat its last
+    node.
     """
     n = parents.shape[1]
     place = jnp.arange(lag + 1 + n)
@@ -201,7 +205,7 @@ def _parents_in_pass(parents: jax.Array, known: jax.Array, lag: int) -> jax.Arra
 
 
 def fit_vocabulary(logits: jax.Array, size: int) -> jax.Array:
-    """Logits over the target's vocabulary of a draft model that pads the same one differently.
+    """Cuts or pads logits to the target's vocabulary, for a draft model that pads it differently.
 
     f32[..., V'] -> f32[..., size]; tokens that the model lacks get -inf.
     """
