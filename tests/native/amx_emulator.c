@@ -1,10 +1,10 @@
 // Intel's tile instructions (AMX-TILE, AMX-INT8, AMX-BF16) on a processor that lacks them.
 //
-// Preloaded into a process, it catches the fault that such an instruction raises, does what the
-// Software Developer's Manual, volume 2, says, and goes on behind it. So the tests run the very
-// library that runs on machines with tiles (tests/kernels/test_amx.py). What the manual forbids,
-// such as shapes that do not fit together, stays a fault. AMX_EMULATOR_LOG names a file that gets,
-// at the end, how often each product was done.
+// Preloaded into a process, this library catches the fault that such an instruction raises, does
+// what the Software Developer's Manual, volume 2, says, and continues after it. So the tests run
+// the same library as machines with tiles (tests/kernels/test_amx.py). Whatever the manual forbids,
+// such as shapes that do not fit together, stays a fault. At the end, the numbers of products are
+// written to the file that AMX_EMULATOR_LOG names.
 #define _GNU_SOURCE
 #include <math.h>
 #include <signal.h>

@@ -47,8 +47,7 @@ void append(std::vector<uint8_t>& bytes, T value) {
 
 // --- Products.
 
-// Of every row, words of so many bytes beside those of its neighbours
-// (pallas_kernels/interleave.py).
+// Interleaves `count` rows, in words of `word` bytes (pallas_kernels/interleave.py).
 template <typename T>
 std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t word) {
   const auto length = static_cast<int64_t>(rows.size()) / count;
@@ -62,7 +61,7 @@ std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t wor
   return tiles;
 }
 
-// A random weight, row by row and interleaved, and what it stands for.
+// A random weight, stored row by row and interleaved, and its values.
 struct Matrix {
   Matrix(Kind kind, Scale scale, int64_t group_size, bool with_zeros) {
     w.kind = kind, w.scale = scale, w.n = kOutputs;
@@ -132,7 +131,7 @@ struct Matrix {
   std::vector<double> values;  // of the scales
 };
 
-// The result, and the values that x was rounded to: both of the first m rows.
+// The result for the first m rows, and the values that those were rounded to.
 struct Result {
   Result(const Kernels& kernels, const Weight& w, Input x, int64_t m, int levels) {
     x.m = m;
@@ -177,7 +176,7 @@ uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input
       const double value = all.values[i / matrix.kOutputs * x.k + k];
       const double weight = matrix.at(i % matrix.kOutputs, k);
       sum += value * weight;
-      const double zeros = matrix.w.zeros == nullptr ? 0 : 0.5;  // what is taken off after the sum
+      const double zeros = matrix.w.zeros == nullptr ? 0 : 0.5;  // subtracted after the sum
       bound += std::abs(value) * (std::abs(weight) + zeros) * 0x1p-19;
     }
     expect(std::abs(all.y[i] - sum) <= bound, kernels, "a product is wrong", kind);

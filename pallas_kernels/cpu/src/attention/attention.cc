@@ -13,15 +13,15 @@ namespace specjax {
 namespace {
 
 constexpr int64_t kTaskRows = 64;  // queries of a task, at most: they share decoded strips
-// With so many tasks a thread takes whole tasks, unless they have so few queries. Otherwise it
-// takes steps in the order of memory, several at a time.
+// With kTasksPerThread tasks or more per thread, and more than kFewRows queries per task, threads
+// take whole tasks. Otherwise they take steps, in the order of memory and several in a deal.
 constexpr int64_t kTasksPerThread = 4, kFewRows = 16, kDealsPerThread = 4;
 
 // --- Sharing the work.
 
 class Memory {
  public:
-  // At least `floats` floats at a cache line's start, as earlier calls left them.
+  // At least `floats` floats, aligned to a line, with the contents that earlier calls left.
   float* reserve(int64_t floats) {
     if (memory_.size() < static_cast<size_t>(floats + kSlack)) memory_.resize(floats + kSlack);
     const uintptr_t start = reinterpret_cast<uintptr_t>(memory_.data());
@@ -38,7 +38,7 @@ Memory& thread_memory() {
   return memory;
 }
 
-// The new tokens on the longest path to one of the task's tokens.
+// The number of new tokens on the longest path to one of the task's tokens.
 int64_t longest_path(const Attention& a, const AttentionTask& task) {
   const int32_t* paths = a.ancestors + (task.batch_row * a.tokens + task.token) * a.depth;
   int64_t longest = 0;
@@ -48,7 +48,7 @@ int64_t longest_path(const Attention& a, const AttentionTask& task) {
   return longest;
 }
 
-// The slots that any of the task's tokens may see.
+// Sets the slots that any of the task's tokens may see.
 void find_slots(const Attention& a, AttentionTask& task) {
   const int64_t length = a.lengths[task.batch_row];
   const int64_t shown = a.ancestors == nullptr ? task.token + task.tokens : longest_path(a, task);
@@ -61,7 +61,7 @@ void find_slots(const Attention& a, AttentionTask& task) {
   }
 }
 
-// Longest first, so that at the end no thread is left with a long one.
+// All tasks, longest first, so that no thread is left with a long one at the end.
 std::vector<AttentionTask> find_tasks(const Attention& a, int64_t tokens) {
   std::vector<AttentionTask> tasks;
   for (int64_t token = (a.tokens - 1) / tokens * tokens; token >= 0; token -= tokens) {
@@ -98,7 +98,8 @@ void attend_tasks(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
   });
 }
 
-// All tasks' steps, those of neighbouring heads together: they read neighbouring memory.
+// The steps of all tasks. Those of neighbouring heads are adjacent, because they read adjacent
+// memory.
 std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<AttentionTask>& tasks) {
   std::vector<AttentionStep> steps;
   for (size_t first = 0; first < tasks.size(); first += a.kv_heads) {
@@ -112,8 +113,8 @@ std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<Atte
   return steps;
 }
 
-// The same sums, added up in the same order, once all of them are there. No task has more tokens
-// than `tokens`.
+// Computes the same sums, and adds them in the same order once all of them are there. No task has
+// more tokens than `tokens`.
 void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
                   const std::vector<AttentionTask>& tasks, int64_t tokens) {
   const std::vector<AttentionStep> steps = find_steps(a, tasks);
@@ -192,8 +193,8 @@ ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys
   return ffi::Error::Success();
 }
 
-// The scales and zeros of keys and of values, where the cache holds codes; then perhaps a tree's
-// ancestors, to any depth.
+// Reads the scales and zeros of keys and values if the cache holds codes, then the ancestors if
+// there is a tree.
 ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
   const size_t grids = a.cached >= Cached::kCodes8 ? 4 : 0;
   if (others.size() < grids || others.size() > grids + 1) {

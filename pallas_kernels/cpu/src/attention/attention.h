@@ -1,10 +1,10 @@
-// Attention of one task of queries over one block of cache slots.
+// Attention of one task over one block of slots.
 //
-// Keys and values are decoded a strip of slots at a time into float32, so that a score has its slot
-// in a lane and a mixed value its feature; both are then the same small product.
+// Keys and values are decoded to float32, a strip at a time. The lanes are slots for scores, and
+// features for mixed values, so both are the same small matrix product.
 //
-// Every sum runs over features, or over slots in the order of their numbers from the block's start,
-// and a slot that a token does not see adds an exact zero: a query's result is a function of that
+// Every sum runs over features, or over slots in the order of their numbers from the block's start.
+// A slot that a token does not see adds an exact zero. So a query's result is a function of that
 // query and of what it sees, whatever else shares the task.
 #pragma once
 
@@ -12,14 +12,15 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kDirectRows = kRows;  // up to which values are decoded where they are used
+// Up to so many rows, values are decoded where they are used.
+inline constexpr int kDirectRows = kRows;
 
 inline AttentionSizes attention_sizes(const Attention& a, int64_t tokens) {
   const Layout layout(a, tokens);
   return {layout.scratch, layout.sums};
 }
 
-// 2^x for x <= 0: a relative error below 1.1e-7, exactly 1 at 0, 0 below 2^-126; a NaN stays one.
+// 2^x for x <= 0: a relative error below 1.1e-7, exactly 1 at 0, 0 below 2^-126. A NaN stays a NaN.
 inline Float exp2(Float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
   const Float clamped = larger(splat(-126.0f), x);
@@ -55,7 +56,7 @@ struct Factors {
   int64_t x_stride;
   const uint8_t* m;
   int64_t m_stride, count;
-  Ahead* ahead;  // what to ask for while m is read from memory
+  Ahead* ahead;  // what to prefetch while m is read from memory
 };
 
 template <typename Values, int R, int V, bool kAhead = Values::kAhead>
@@ -87,7 +88,7 @@ inline void add_columns(const Factors& f, int64_t row, int64_t column, float* y,
 
 template <typename Values, int R>
 inline void add_portion(const Factors& f, int64_t row, int64_t rows, int64_t columns, float* y,
-                      int64_t y_stride) {
+                        int64_t y_stride) {
   if constexpr (R > 1) {
     if (rows < R) return add_portion<Values, R - 1>(f, row, rows, columns, y, y_stride);
   }
@@ -149,20 +150,20 @@ inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& max
 
 // --- A block.
 
-// Slots that lie side by side, and the queries' scores or weights of them: [rows, stride].
+// A span, and the queries' scores or weights of its slots: [rows, stride].
 struct SpanWeights {
   Span span;
   float* values;
   int64_t stride;
 };
 
-// A span of a task's slots as it lies in memory. A token of a tree sees its path as if it were a
-// chain: new token number d counts as slot length + d, wherever it lies. Only its score and its
-// weight change places: the numbers rise along a path, so the order of the sums is the chain's, and
-// the tokens of other paths add zeros.
+// The weights of one step's slots as these lie in memory: the context and, of a tree, the new
+// tokens. A token of a tree sees its path as if it were a chain: token number d of the path counts
+// as slot length + d, wherever it lies. Only its score and its weight change places. Along a path
+// the numbers rise, so sums have the order of a chain, and the tokens of other paths add zeros.
 struct BlockWeights {
-  BlockWeights(const Attention& a, const AttentionTask& task, const Span& span, const Layout& layout,
-        float* scratch)
+  BlockWeights(const Attention& a, const AttentionTask& task, const Span& span,
+               const Layout& layout, float* scratch)
       : context{span, scratch + layout.weights, kWeightStride},
         fresh{Span(0, 0), scratch + layout.new_weights, 0} {
     const int64_t length = a.lengths[task.batch_row], end = length + a.tokens;
@@ -175,7 +176,8 @@ struct BlockWeights {
   SpanWeights context, fresh;
 };
 
-// Calls move(weight of a slot, weight of the new token that counts as it) for all of a tree's.
+// Calls move(weight of a slot, weight of the new token that counts as that slot) for all new tokens
+// of a tree.
 template <typename Move>
 inline void for_new_tokens(const Attention& a, const AttentionTask& task, const Span& span,
                            const BlockWeights& weights, int64_t rows, const Move& move) {
@@ -204,7 +206,7 @@ inline void score(const Entries& entries, const SpanWeights& weights, const Layo
   }
 }
 
-// Values that are not finite reach only those who give them a weight.
+// The same product, where values that are not finite reach only the rows that give them a weight.
 inline void add_careful(const Factors& f, int64_t rows, int64_t columns, float* y) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < f.count; ++i) {
@@ -219,22 +221,21 @@ inline bool all_finite(const float* values, int64_t count) {
   Float differences{};
   for (int64_t i = 0; i < count; i += kLanes) {
     const Float v = load<Float>(values + i);
-    differences += v - v;  // of what is not finite, a NaN
+    differences += v - v;  // NaN where v is not finite
   }
   return sum_of_lanes(differences) == 0;
 }
 
 template <bool careful>
-inline void mix(const Entries& entries, const SpanWeights& weights, const Layout& layout, float* values,
-                float* sums, Ahead& ahead) {
+inline void mix(const Entries& entries, const SpanWeights& weights, const Layout& layout,
+                float* values, float* sums, Ahead& ahead) {
   const Span& span = weights.span;
   const int64_t rows = layout.rows, features = layout.features;
   const bool whole = entries.features == features;  // no vector reaches past a slot's values
   for (int64_t i = 0; i < span.strips; ++i) {
     const float* of_strip = weights.values + i * kStrip;
     const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
-    const Factors factors(of_strip, weights.stride, direct, entries.stride, span.count(i),
-                          &ahead);
+    const Factors factors(of_strip, weights.stride, direct, entries.stride, span.count(i), &ahead);
     if (!careful && whole && entries.kind == Cached::kFloat32) {
       add_product<Floats>(factors, rows, features, sums, features);
     } else if (!careful && whole && entries.kind == Cached::kBfloat16 && rows <= kDirectRows) {
@@ -260,10 +261,12 @@ inline void mix_block(const Entries& entries, const BlockWeights& weights, const
   mix<careful>(entries, weights.fresh, layout, values, sums, ahead);
 }
 
-// Scores to weights, where they are counted as slots, with their maxima and totals.
+// Replaces scores by weights, in the order of slots, and writes their maxima and totals.
 inline void weigh_block(const Attention& a, const AttentionTask& task, const Span& span,
-                        const BlockWeights& weights, const Layout& layout, float* scratch, float* sums) {
-  for_new_tokens(a, task, span, weights, layout.rows, [](float& slot, float& token) { slot = token; });
+                        const BlockWeights& weights, const Layout& layout, float* scratch,
+                        float* sums) {
+  for_new_tokens(a, task, span, weights, layout.rows,
+                 [](float& slot, float& token) { slot = token; });
   uint32_t* seen = reinterpret_cast<uint32_t*>(scratch + layout.seen);
   const int64_t count = span.strips * kStrip;
   const bool masked = see(a, task, span.first, count, seen);
@@ -274,21 +277,22 @@ inline void weigh_block(const Attention& a, const AttentionTask& task, const Spa
   }
 }
 
-// sums: of the step's task over its block alone.
-inline void attend_block(const Attention& a, const AttentionStep& step,
-                         const AttentionAhead& steps, float* scratch, float* sums) {
+// sums: of this step alone.
+inline void attend_block(const Attention& a, const AttentionStep& step, const AttentionAhead& steps,
+                         float* scratch, float* sums) {
   const AttentionTask& task = *step.task;
   const Layout layout(a, task.tokens);
   const Span span(task, step.block);
   const BlockWeights weights(a, task, span, layout, scratch);
   const Entries keys(a, task, a.keys), values(a, task, a.values);
-  Ahead ahead(a, steps, 2 * span.strips * kStrip * head_lines(a));  // with each line of this step
+  Ahead ahead(a, steps, 2 * span.strips * kStrip * head_lines(a));  // once per line of this step
   read_queries(a, task, layout, scratch);
   score(keys, weights.context, layout, scratch, ahead);
   score(keys, weights.fresh, layout, scratch, ahead);
   weigh_block(a, task, span, weights, layout, scratch, sums);
   std::memset(weights.fresh.values, 0, layout.rows * weights.fresh.stride * sizeof(float));
-  for_new_tokens(a, task, span, weights, layout.rows, [](float& slot, float& token) { token = slot; });
+  for_new_tokens(a, task, span, weights, layout.rows,
+                 [](float& slot, float& token) { token = slot; });
   mix_block<false>(values, weights, layout, scratch + layout.values, sums, ahead);
   if (!all_finite(sums, layout.rows * layout.features)) {
     mix_block<true>(values, weights, layout, scratch + layout.values, sums, ahead);
@@ -303,8 +307,8 @@ inline void clear_sums(const Attention& a, int64_t tokens, float* sums) {
   for (int64_t row = 0; row < layout.rows; ++row) sums[layout.maxima + row] = kNothing;
 }
 
-// into: the sums of the blocks so far; next: those of the next block. One that a query does not see
-// changes nothing.
+// into: the sums of the blocks so far. next: those of the next block. A block that a query does not
+// see changes nothing.
 inline void add_block(const Attention& a, int64_t tokens, const float* next, float* into) {
   const Layout layout(a, tokens);
   for (int64_t row = 0; row < layout.rows; ++row) {
@@ -329,7 +333,7 @@ inline void write_result(const Attention& a, const AttentionTask& task, const fl
     float* out = a.out + query_offset(a, task, row);
     const float* mixed = sums + row * layout.features;
     const float total = sums[layout.totals + row];
-    // A sum that is zero has the sign of what was not seen: + 0 takes it away.
+    // A zero sum may have the sign of values that were not seen. Adding 0 removes it.
     for (int64_t e = 0; e < a.e; ++e) out[e] = mixed[e] / (total == 0 ? 1 : total) + 0.0f;
   }
 }

@@ -1,4 +1,4 @@
-// What attention will read is asked for before.
+// Prefetching of a cache.
 //
 // One head's entries are short and far apart, so the hardware does not foresee them. The entries of
 // all heads are contiguous. A thread that will read all heads of a block therefore asks for them in
@@ -22,12 +22,12 @@ inline int64_t head_bytes(const Attention& a) {
 
 inline int64_t head_lines(const Attention& a) { return (head_bytes(a) + kLine - 1) / kLine; }
 
-// Lines of memory, asked for a few at a time: memory that is asked for in bursts waits for itself.
+// Memory to prefetch, a few lines at a time, because bursts of prefetches wait for each other.
 class Ahead {
  public:
-  Ahead() = default;  // of nothing
+  Ahead() = default;  // prefetches nothing
 
-  // For a step that asks so many times.
+  // For a step that calls `ask` so many times.
   Ahead(const Attention& a, const AttentionAhead& steps, int64_t times) {
     const int64_t bytes = head_bytes(a), stride = a.kv_heads * bytes;
     for (const Cache* cache : {&a.keys, &a.values}) {
@@ -48,7 +48,7 @@ class Ahead {
     at_once_ = (lines_ + times - 1) / std::max<int64_t>(times, 1);
   }
 
-  // Asks for as much as falls to so many times.
+  // Prefetches the share of so many calls.
   SPECJAX_INLINE void ask(int64_t times = 1) {
     due_ += times * at_once_;
     while (due_ > 0 && current_ < count_) {
@@ -66,9 +66,9 @@ class Ahead {
     int64_t stride, rows, lines;  // lines: of a row
   };
 
-  static constexpr int64_t kRowLines = 8;  // of what lies side by side
+  static constexpr int64_t kRowLines = 8;  // of contiguous memory
 
-  // In use of the step's block.
+  // The slots in use of the step's block.
   static int64_t slots(const AttentionStep& step) {
     return std::min(kAttentionBlock, step.task->last - step.block * kAttentionBlock);
   }

@@ -1,8 +1,8 @@
-// What a cache holds as tiles want it: bfloat16, kPairFeatures features of a slot at a time.
+// Reads a cache for tiles: as bfloat16, kPairFeatures features of a slot at a time.
 //
 // A code of 8 or 4 bits less its slot's zero has 8 bits and a sign, which bfloat16 holds exactly.
-// So integers are multiplied; a slot's scale comes in afterwards for keys, and with the weights for
-// values.
+// So integers are multiplied. The scale of a slot multiplies its scores for keys, and its weights
+// for values.
 #pragma once
 
 #include "attention/attention_input.h"
@@ -29,8 +29,8 @@ SPECJAX_INLINE Word read_codes8(const uint8_t* from, uint8_t zero) {
   return (Word)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
 }
 
-// Of the bytes' low nibbles or of their high ones. A difference needs five bits, and only those are
-// looked at.
+// Reads the low nibbles, or the high ones. A difference has five bits, and the lookup ignores the
+// others.
 SPECJAX_INLINE Word read_codes4(const uint8_t* from, bool high, uint8_t zero) {
   const __m256i bytes = read_bytes(from);
   const __m256i codes =
@@ -40,7 +40,7 @@ SPECJAX_INLINE Word read_codes4(const uint8_t* from, bool high, uint8_t zero) {
   return (Word)_mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(values), table);
 }
 
-// Of a slot the features from `feature` on, a multiple of kPairFeatures.
+// The features of a slot from `feature` on, a multiple of kPairFeatures.
 template <Cached kind>
 SPECJAX_INLINE Word read_features(const Entries& entries, int64_t slot, int64_t feature) {
   const uint8_t* from = entries.start + slot * entries.stride;
@@ -51,7 +51,7 @@ SPECJAX_INLINE Word read_features(const Entries& entries, int64_t slot, int64_t 
   return read_codes4(from + (high ? feature - entries.bytes : feature), high, zero);
 }
 
-// `count` slots from `slot` on: bfloat16[count, features].
+// Reads `count` slots from `slot` on: bfloat16[count, features].
 template <Cached kind>
 inline void read_strip(const Entries& entries, int64_t slot, int64_t count, uint8_t* strip) {
   for (int64_t i = 0; i < count; ++i) {
@@ -62,7 +62,7 @@ inline void read_strip(const Entries& entries, int64_t slot, int64_t count, uint
   }
 }
 
-// What a slot's integers stand for is this times as much.
+// The scale of a slot's integers.
 template <Cached kind>
 SPECJAX_INLINE float slot_scale(const Entries& entries, int64_t slot) {
   return kind == Cached::kBfloat16 ? 1 : entries.scales[slot * entries.heads];

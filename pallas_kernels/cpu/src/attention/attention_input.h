@@ -1,4 +1,5 @@
-// What attention reads: queries, strips of the cache decoded into float32, and who sees what.
+// The inputs of attention: queries, strips of the cache decoded to float32, and which token sees
+// which slots.
 #pragma once
 
 #include "attention/attention_ahead.h"
@@ -9,13 +10,14 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kStrip = 64;  // slots decoded at once: of 64 features, a strip is in L1
+inline constexpr int kStrip = 64;  // with 64 features, a strip stays in the first-level cache
 static_assert(kAttentionBlock % kStrip == 0 && kStrip % (kVectors * kLanes) == 0);
 
-// From one query's weights to the next's: no power of two, or few sets of the cache would hold all.
+// The stride of the weights. It is not a power of two, because those share few sets of the
+// first-level cache.
 inline constexpr int kWeightStride = kAttentionBlock + 16;
 
-// Where the parts of a thread's scratch and of a task's sums begin, in floats.
+// The layout of a thread's scratch and of a task's sums, in floats.
 struct Layout {
   Layout(const Attention& a, int64_t tokens)
       : rows(tokens * a.heads_per_kv),
@@ -32,15 +34,15 @@ struct Layout {
         sums((totals + rows + 15) / 16 * 16) {}
 
   int64_t rows, features, new_stride;
-  // Scratch: queries [rows, features]; keys [features, kStrip]; values [kStrip, features];
-  // weights [rows, kWeightStride]; in a tree, those of the new tokens where they really lie,
-  // [rows, new_stride]; seen [tokens, kAttentionBlock].
+  // Scratch: queries [rows, features]; keys [features, kStrip]; values [kStrip, features]; weights
+  // [rows, kWeightStride]; in a tree, those of the new tokens as they lie in memory [rows,
+  // new_stride]; seen [tokens, kAttentionBlock].
   int64_t keys, values, weights, new_weights, seen, scratch;
   // Sums: mixed values [rows, features], maxima [rows], totals [rows].
   int64_t maxima, totals, sums;
 };
 
-// One row's entries of one key-value head: slot s begins `stride` · s bytes on.
+// The entries of one batch row and one key-value head. Slot s begins at byte stride · s.
 struct Entries {
   Entries(const Attention& a, const AttentionTask& task, const Cache& cache)
       : kind(a.cached),
@@ -61,9 +63,9 @@ struct Entries {
   const uint8_t* zeros = nullptr;
 };
 
-// Slots first … end - 1, in strips from the first one on.
+// Slots first … end - 1, divided into strips.
 struct Span {
-  // What of a block is visited: whole strips, with slots in task.first … task.last - 1.
+  // The slots of a block that are visited: from the strip of task.first on, up to task.last - 1.
   Span(const AttentionTask& task, int64_t block) {
     const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
     const int64_t skipped = task.first > start ? (task.first - start) / kStrip : 0;
@@ -76,7 +78,7 @@ struct Span {
       : first(first), end(end), strips(end > first ? (end - first + kStrip - 1) / kStrip : 0) {}
 
   int64_t slot(int64_t strip) const { return first + strip * kStrip; }
-  // Slots in use of a strip.
+  // The number of slots of a strip.
   int64_t count(int64_t strip) const {
     return end - slot(strip) < kStrip ? end - slot(strip) : kStrip;
   }
@@ -118,11 +120,11 @@ inline void read_queries(const Attention& a, const AttentionTask& task, const La
   }
 }
 
-// Words of kLanes slots from `slot` on, turned: put(number of the word in a slot, word of every
-// slot). Slots from `end` on are any that can be read.
+// Transposes the words of kLanes slots from `slot` on: calls put(number of the word, that word of
+// every slot). Slots from `end` on repeat the last one.
 template <typename Put>
 SPECJAX_INLINE void transpose_words(const Entries& entries, int64_t slot, int64_t end, Ahead& ahead,
-                            const Put& put) {
+                                    const Put& put) {
   const uint8_t* rows[kLanes];
   for (int i = 0; i < kLanes; ++i) {
     rows[i] = entries.start + (slot + i < end ? slot + i : end - 1) * entries.stride;
@@ -144,12 +146,12 @@ SPECJAX_INLINE void transpose_words(const Entries& entries, int64_t slot, int64_
   }
 }
 
-// Codes as values.
+// The values of codes.
 SPECJAX_INLINE Float code_values(Word codes, Int zeros, Float scales) {
   return to_float((Int)codes - zeros) * scales;
 }
 
-// kLanes slots' codes, turned: f32[features, kStrip].
+// Decodes and transposes kLanes slots: f32[features, kStrip].
 inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
                             Ahead& ahead) {
   const bool nibbles = entries.kind == Cached::kCodes4;
@@ -160,8 +162,7 @@ inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, f
     zeros[i] = entries.zeros[at], scales[i] = entries.scales[at];
   }
   float* high = keys + entries.bytes * kStrip;  // of nibbles: the features' second half
-  const auto put_byte = [&](int64_t byte, Word codes)
-  SPECJAX_LAMBDA {
+  const auto put_byte = [&](int64_t byte, Word codes) SPECJAX_LAMBDA {
     const Word low = codes & (nibbles ? 0xFu : 0xFFu);
     store(keys + byte * kStrip, code_values(low, zeros, scales));
     if (nibbles) store(high + byte * kStrip, code_values(codes >> 4 & 0xFu, zeros, scales));
@@ -175,16 +176,16 @@ inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, f
   });
 }
 
-// kStrip slots from `slot` on, turned: f32[features, kStrip]. Slots from `end` on are any.
+// Decodes and transposes kStrip slots from `slot` on: f32[features, kStrip]. Slots from `end` on
+// have arbitrary values.
 inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* keys,
                       Ahead& ahead) {
   for (int64_t stop = slot + kStrip; slot < stop; slot += kLanes, keys += kLanes) {
     if (entries.kind >= Cached::kCodes8) {
       transpose_codes(entries, slot, end, keys, ahead);
     } else if (entries.kind == Cached::kFloat32) {
-      transpose_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
-        store(keys + n * kStrip, word);
-      });
+      transpose_words(entries, slot, end, ahead,
+                      [&](int64_t n, Word word) SPECJAX_LAMBDA { store(keys + n * kStrip, word); });
     } else {
       transpose_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
         store(keys + 2 * n * kStrip, word << 16);
@@ -194,7 +195,7 @@ inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* 
   }
 }
 
-// One slot's codes: f32[features].
+// Decodes one slot: f32[features].
 inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead& ahead) {
   const uint8_t* codes = entries.start + slot * entries.stride;
   const float one_scale = entries.scales[slot * entries.heads];
@@ -216,7 +217,7 @@ inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead&
   }
 }
 
-// kLanes values of a slot, of which `left` are there. Of float32 or bfloat16.
+// kLanes values of a slot in float32 or bfloat16. Those after the first `left` are zero.
 inline Float read_vector(const Entries& entries, const uint8_t* from, int64_t left) {
   if (entries.kind == Cached::kFloat32) {
     Float values{};
@@ -230,7 +231,7 @@ inline Float read_vector(const Entries& entries, const uint8_t* from, int64_t le
   return Bfloat16s::read(reinterpret_cast<const uint8_t*>(bits));
 }
 
-// `count` slots from `slot` on: f32[count, features].
+// Decodes `count` slots from `slot` on: f32[count, features].
 inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
                         float* values, Ahead& ahead) {
   const int64_t size = entries.kind == Cached::kFloat32 ? 4 : 2;
@@ -250,9 +251,9 @@ inline void read_values(const Entries& entries, int64_t slot, int64_t count, con
   }
 }
 
-// --- Seeing.
+// --- Visibility.
 
-// Number d of the new tokens that a token sees, -1 where there is none.
+// Which new token is number d of those that a token sees. -1 if there is none.
 inline int64_t new_token(const Attention& a, const AttentionTask& task, int64_t token, int64_t d) {
   if (a.ancestors == nullptr) return d <= token ? d : -1;
   if (d >= a.depth) return -1;
@@ -275,8 +276,8 @@ inline void see_token(const Attention& a, const AttentionTask& task, int64_t tok
   }
 }
 
-// The same for all tokens of the task, at seen[token · kAttentionBlock]; false where all of them
-// see all slots, and nothing was written.
+// The same for all tokens of the task, at seen[token · kAttentionBlock]. Returns false, and writes
+// nothing, if all of them see all slots.
 inline bool see(const Attention& a, const AttentionTask& task, int64_t first, int64_t count,
                 uint32_t* seen) {
   const int64_t chain = a.ancestors == nullptr && !a.windowed ? task.token + 1 : 0;

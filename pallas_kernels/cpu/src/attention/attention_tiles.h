@@ -1,13 +1,14 @@
-// Attention by tile products, of queries in bfloat16 and a cache in bfloat16 or in codes.
+// Attention by tile products, for queries in bfloat16 and a cache in bfloat16 or codes.
 //
-// Scores: a tile of x is 16 slots' keys, as the cache holds them where that is bfloat16, so keys
-// are read once and never turned; the queries are the right operand, and the scores come out slot
-// by slot. Mixing: the weights are the left operand, and the values of two slots side by side the
-// right one.
+// Scores: the left operand is the keys of 16 slots, loaded from the cache itself if that is
+// bfloat16; the right one is the queries. So keys are read once and not transposed, and scores come
+// out slot by slot. Mixing: the left operand is the weights; the right one is the values of pairs
+// of slots.
 //
-// A weight is the sum of three bfloat16 (8 bits of its 24 each), which are three rows of a tile, so
-// that nothing is rounded but sums, in float32. As for vectors, zeros add nothing, and slots keep
-// the places in the products that their numbers give them: those of a tree's path are gathered.
+// A weight is the sum of three parts in bfloat16, with 8 of its 24 bits each. They are three rows
+// of a tile, so nothing is rounded but the sums, which are float32. As in attention.h, zeros add
+// nothing, and the number of a slot determines its place in the products: the slots of a tree's
+// path are gathered.
 #pragma once
 
 #include "attention/attention.h"
@@ -16,15 +17,15 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kParts = 3;                   // bfloat16 whose sum is a weight
+inline constexpr int kParts = 3;                   // of a weight
 inline constexpr int kTileSlots = 2 * kTileWords;  // slots of a tile of weights, in bfloat16
 inline constexpr int64_t kPartStride = kAttentionBlock + kTileSlots;  // in bfloat16
 
-// How often memory is asked for (attention_ahead.h):
-inline constexpr int kScoreAsks = 2;  // for a strip's scores that are turned
-inline constexpr int kPairSlots = 8;  // once for so many slots whose values are paired
+// How often a step prefetches (attention_ahead.h):
+inline constexpr int kScoreAsks = 2;  // for the scores of a strip, which are transposed
+inline constexpr int kPairSlots = 8;  // once per so many slots whose values are paired
 
-// Features of a slot are read a vector at a time, of codes of 4 bits two.
+// Whether tiles serve this call. Features of a slot are read in whole vectors, 4-bit codes in two.
 inline bool tiles_serve(const Attention& a) {
   if (!a.queries_bfloat16 || a.cached == Cached::kFloat32) return false;
   return a.e % (a.cached == Cached::kCodes4 ? 2 * kPairFeatures : kPairFeatures) == 0;
@@ -32,7 +33,7 @@ inline bool tiles_serve(const Attention& a) {
 
 inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
 
-// What tiles need besides the scratch of `Layout`, in floats from its end on.
+// The layout of the scratch that tiles need beyond that of `Layout`, in floats.
 struct TileLayout : Layout {
   TileLayout(const Attention& a, int64_t tokens)
       : Layout(a, tokens),
@@ -50,17 +51,18 @@ struct TileLayout : Layout {
         mixed(pairs + kAttentionBlock * kPairFeatures / 2),
         tile_scratch(mixed + part_rows * features) {}
 
-  int64_t token_rows;  // rows of parts of a token: in a tree whole tiles, since its path is its own
+  // Rows of a token's parts: in a tree whole tiles, because each token has its own path.
+  int64_t token_rows;
   int64_t part_rows, query_columns;
-  // queries, two features to a word [features / 2, query_columns]; a strip of keys, what its scores
-  // are multiplied by [kStrip], and they themselves, by 16 queries [kStrip, kLanes]; the scales of
-  // a block's values [kAttentionBlock]; parts of the weights, bfloat16[part_rows, kPartStride];
-  // values of two slots side by side [kAttentionBlock / 2, kPairFeatures]; mixed [part_rows,
-  // features].
+  // queries, two features to a word [features / 2, query_columns]; a strip of keys [kStrip,
+  // features / 2], the scales of its scores [kStrip], and its scores for 16 queries [kStrip,
+  // kLanes]; the scales of a block's values [kAttentionBlock]; parts of the weights,
+  // bfloat16[part_rows, kPartStride]; values of two slots side by side [kAttentionBlock / 2,
+  // kPairFeatures]; mixed [part_rows, features].
   int64_t query_words, strip, key_scales, scores, value_scales, parts, pairs, mixed, tile_scratch;
 
-  // How often a step asks for memory, at even intervals: with the tiles of keys, the turned scores,
-  // the rows of weights, the paired values, and the tiles of weights.
+  // How often a step prefetches: with the tiles of keys, the transposed scores, the rows of
+  // weights, the paired values, and the tiles of weights.
   int64_t asks(int64_t strips) const {
     const int64_t slots = strips * kStrip, vectors = features / kPairFeatures;
     const int64_t keys = slots / kTileRows * vectors, transposed = strips * kScoreAsks;
@@ -113,7 +115,8 @@ inline void score_strip(const uint8_t* keys, int64_t stride, const float* querie
   store_tile<3>(scores + 3 * kTileRows * kLanes, kBytes);
 }
 
-// `count` queries' scores of a strip, times its slots' scales, to where a query's lie side by side.
+// Transposes the scores of a strip for `count` queries, times the scales of its slots: out[count,
+// stride].
 inline void transpose_scores(const float* scores, int64_t count, const float* scales, float* out,
                              int64_t stride) {
   for (int64_t slot = 0; slot < kStrip; slot += kLanes) {
@@ -135,7 +138,8 @@ inline void score_by_tiles(const Attention& a, const Entries& entries, const Spa
     const int64_t first = span.slot(i), count = span.count(i);
     const uint8_t* keys = entries.start + first * entries.stride;
     int64_t stride = entries.stride;
-    // The cache may end here; and keys far apart share few sets of the first-level cache.
+    // The cache may end within this strip. Also, keys that are far apart share few sets of the
+    // first-level cache.
     if (kind != Cached::kBfloat16 || count < kStrip || layout.rows > kLanes) {
       uint8_t* strip = reinterpret_cast<uint8_t*>(scratch + layout.strip);
       read_strip<kind>(entries, first, count, strip);
@@ -156,8 +160,8 @@ inline void score_by_tiles(const Attention& a, const Entries& entries, const Spa
 
 // --- Mixing.
 
-// One row's weights of a block, times the scales of the values, to three rows of parts. A weight of
-// zero stays one, whatever the scale.
+// Splits one row's weights of a block, times the scales of the values, into three rows of parts. A
+// weight of zero stays zero, whatever the scale.
 template <Cached kind>
 inline void split_weights(const float* weights, const float* scales, int64_t count,
                           uint16_t* parts) {
@@ -178,8 +182,7 @@ inline void split_weights(const float* weights, const float* scales, int64_t cou
 template <Cached kind, typename Slot>
 inline void pair_values(const Entries& entries, const Slot& slot, int64_t begin, int64_t end,
                         int64_t feature, float* pairs, Ahead& ahead) {
-  const auto read = [&](int64_t i)
-  SPECJAX_LAMBDA {
+  const auto read = [&](int64_t i) SPECJAX_LAMBDA {
     const int64_t at = slot(i);
     return (__m512i)(at < 0 ? Word{} : read_features<kind>(entries, at, feature));
   };
@@ -191,7 +194,7 @@ inline void pair_values(const Entries& entries, const Slot& slot, int64_t begin,
   }
 }
 
-// Two tiles of parts, or one, times kPairFeatures features of slots begin … end - 1.
+// Multiplies two tiles of parts, or one, by kPairFeatures features of slots begin … end - 1.
 template <int tiles>
 inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, int64_t end,
                       float* mixed, int64_t stride, Ahead& ahead) {
@@ -219,7 +222,8 @@ inline void mix_tiles(const uint16_t* parts, const float* pairs, int64_t begin, 
   if (tiles == 2) store_tile<2>(second, bytes), store_tile<3>(second + kLanes, bytes);
 }
 
-// Parts' rows first … last - 1 over slots begin … end - 1 of the block, both whole tiles.
+// Mixes rows first … last - 1 of the parts with slots begin … end - 1 of the block, both whole
+// tiles.
 template <Cached kind, typename Slot>
 inline void mix_slots(const Entries& entries, const Slot& slot, const TileLayout& layout,
                       int64_t first, int64_t last, int64_t begin, int64_t end, float* scratch,
@@ -241,7 +245,8 @@ inline void mix_slots(const Entries& entries, const Slot& slot, const TileLayout
   }
 }
 
-// Adds up the parts of a row's sums, and puts the features in order again: pairs take them by fours.
+// Adds the sums of a row's parts, and restores the order of features, which pairs interleave by
+// fours.
 inline void add_parts(const float* mixed, int64_t features, float* sums) {
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -249,8 +254,8 @@ inline void add_parts(const float* mixed, int64_t features, float* sums) {
     Float halves[2];
     for (int half = 0; half < 2; ++half) {
       const float* part = mixed + i + half * kLanes;
-      halves[half] = load<Float>(part) +
-                     (load<Float>(part + features) + load<Float>(part + 2 * features));
+      halves[half] =
+          load<Float>(part) + (load<Float>(part + features) + load<Float>(part + 2 * features));
     }
     const __m512 low = (__m512)halves[0], high = (__m512)halves[1];
     store(sums + i, (Float)_mm512_permutex2var_ps(low, first, high));
@@ -260,17 +265,17 @@ inline void add_parts(const float* mixed, int64_t features, float* sums) {
 
 // The values that a block's weights belong to.
 struct Values {
-  // Where slot number i is, counted from the span's first, of one that all see who give it a weight.
+  // Where slot number i of the span is. -1 past its end.
   int64_t slot(int64_t i) const { return i < end ? span.first + i : -1; }
 
-  // The same as a token of a tree counts it: past the context, the new tokens on its path.
+  // The same for one token of a tree: the new tokens on its path follow the context.
   int64_t slot(int64_t i, int64_t token) const {
     if (a.ancestors == nullptr || span.first + i < length) return slot(i);
     const int64_t index = new_token(a, task, task.token + token, span.first + i - length);
     return index < 0 ? -1 : length + index;
   }
 
-  // The scales of slots number first … last - 1 as a token counts them.
+  // Reads the scales of slots number first … last - 1, as one token counts them.
   template <Cached kind>
   void read_scales(int64_t first, int64_t last, int64_t token, float* scales) const {
     if constexpr (kind == Cached::kBfloat16) return;  // which has none
@@ -286,7 +291,8 @@ struct Values {
   const Span& span;
   const int64_t length = a.lengths[task.batch_row];
   const int64_t end = span.end - span.first;
-  // Up to which all tokens see the same slots, and to which any, in whole tiles.
+  // Slots before `shared` are the same for all tokens, and no token sees slots from `all` on. Both
+  // are whole tiles.
   const int64_t all = (end + kTileSlots - 1) / kTileSlots * kTileSlots;
   const int64_t shared =
       a.ancestors == nullptr
@@ -303,7 +309,9 @@ inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* 
   float* scales = scratch + layout.value_scales;
   values.read_scales<kind>(0, shared, 0, scales);
   for (int64_t row = 0; row < layout.rows; ++row) {
-    if (row % a.heads_per_kv == 0) values.read_scales<kind>(shared, all, row / a.heads_per_kv, scales);
+    if (row % a.heads_per_kv == 0) {
+      values.read_scales<kind>(shared, all, row / a.heads_per_kv, scales);
+    }
     split_weights<kind>(scratch + layout.weights + row * kWeightStride, scales, all,
                         parts + layout.part_row(a, row) * kPartStride);
     ahead.ask();
@@ -322,9 +330,9 @@ inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* 
   }
 }
 
-// A row at a time, with zeros for the values that it does not see: what is not finite reaches only
-// those who give it a weight. An infinite value makes their sum a NaN, by its product with a part
-// that is zero.
+// Mixes a row at a time, with zeros for values that it does not see. So values that are not finite
+// reach only the rows that give them a weight. An infinite value makes such a sum NaN, because its
+// product with a zero part is NaN.
 template <Cached kind>
 inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layout, float* scratch,
                                    float* sums) {

@@ -1,10 +1,10 @@
-// The kernels for processors with tile products: those for AVX-512, which such processors have too,
-// but for the products that tiles do faster.
+// The kernels for processors with tile products (AMX). Tiles compute the products that they are
+// faster at. The AVX-512 kernels, which such processors also run, compute the others.
 //
-// Integer sums are exact, so there tiles and vectors may take turns: what a few rows need of 4-bit
-// codes is mostly their decoding, which vectors need not store. A tile's sums of bfloat16 products
-// are rounded in an order of their own, so there tiles do all: a row's bits must not depend on the
-// other rows.
+// Integer sums are exact, so tiles and vectors give the same bits. Vectors multiply a few rows by
+// 4-bit codes: most of that work is decoding, and vectors need not store what they decode. Tiles
+// round sums of bfloat16 products in their own order, so they compute all of them: the bits of a
+// row must not depend on the other rows.
 #pragma once
 
 #include "matmul/matmul.h"
@@ -24,8 +24,9 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   if (how.depth == 0) {
     avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
   } else if (how.arithmetic == kInteger) {
-    if (w.kind == Kind::kMxfp4)
+    if (w.kind == Kind::kMxfp4) {
       return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
+    }
     const bool shallow = how.depth == kTileWords / 2;
     if (w.kind == Kind::kInt4 && shallow) {
       multiply_by_tiles<kInteger, Kind::kInt4, 8>(p, m, column, y);
@@ -48,7 +49,7 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   }
 }
 
-// Rows of x that vectors multiply by 4-bit codes faster than tiles do.
+// Up to so many rows of x, vectors are faster than tiles at 4-bit codes.
 inline constexpr int64_t kFewerThanTiles = 4;
 
 inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
@@ -60,18 +61,19 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
   int64_t portions = (x.m + kTileRows - 1) / kTileRows;
-  if (portions > 1) portions += portions % 2;  // TileChunks takes them by twos
+  if (portions > 1) portions += portions % 2;  // TileChunks takes them in pairs
   how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
   how.rows = portions * how.portion;
   return how;
 }
 
-// A tile product is so many operations per arithmetic's products in a word.
+// The operations of one tile product, counted as Kernels::operations counts them.
 inline constexpr int64_t kTileOperations = 2 * kTileRows * kTileWords * kLanes;
-// Calls of the vectors' probe that one of the tiles' stands for, or setting up would be seen.
+// One call of the tiles' probe does the work of so many calls of the vectors' probe, so that its
+// setup does not show.
 inline constexpr int kProbeCalls = 8;
 
-// `operations` as Kernels counts them, with nothing to load.
+// Does so many operations, counted as Kernels counts them, without loading anything.
 template <Arithmetic A>
 inline uint32_t multiply_only_tiles(int64_t operations) {
   alignas(64) Word zeros[kTileRows] = {};

@@ -14,7 +14,7 @@ __attribute__((always_inline)) inline float bfloat16_value(uint16_t bits) {
   return x;
 }
 
-// To nearest, ties to even; a NaN stays one. Without a branch, for vectors.
+// Rounds to nearest, ties to even. A NaN stays a NaN. Without branches, so that loops vectorize.
 __attribute__((always_inline)) inline uint16_t bfloat16_bits(float x) {
   uint32_t word;
   std::memcpy(&word, &x, sizeof word);

@@ -1,4 +1,4 @@
-// What the XLA handlers share: how they read a buffer's shape, and how they refuse a call.
+// Helpers of the XLA handlers: the shape of a buffer, and errors.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline ffi::Error invalid(const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "specjax: " + message);
 }
 
-// Whether activations may have the type.
+// Whether activations may have this type.
 inline bool is_float(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
 
 inline ffi::Error check(const std::string& name, const ffi::AnyBuffer& buffer, ffi::DataType type,

@@ -4,7 +4,7 @@
 #include <string>
 
 namespace specjax {
-// Not all are there: only those that the compiler knew (CMakeLists.txt).
+// Only those exist that the compiler supports (CMakeLists.txt).
 #define SPECJAX_DECLARE(isa)    \
   namespace isa {               \
   extern const Kernels kernels; \
@@ -47,8 +47,8 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 // Whether the processor has tile products, the system saves tiles, and this process may use them.
 bool has_amx() {
   if (!has_avx512_bf16()) return false;
-  // tests/kernels/test_amx.py: an emulator stands in for the processor; without it the products
-  // would fault.
+  // tests/kernels/test_amx.py sets this and runs an emulator. Without one, tile products would
+  // fault.
   if (std::getenv("SPECJAX_AMX_EMULATED") != nullptr) return true;
 #if defined(__linux__)
   constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
@@ -65,7 +65,7 @@ bool has_amx() {
 #endif
 }
 
-// Leaf 7, subleaf 1 of cpuid: compilers learned its name late.
+// Read from cpuid (leaf 7, subleaf 1), because older compilers have no name for it.
 bool has_avx2_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
@@ -125,8 +125,9 @@ const Kernels* find_kernels(std::string_view name) {
 extern "C" const char* specjax_instruction_sets() {
   static const std::string names = [] {
     std::string lines;
-    for (const auto* kernels : specjax::available_kernels())
+    for (const auto* kernels : specjax::available_kernels()) {
       lines.append(kernels->name).append("\n");
+    }
     return lines;
   }();
   return names.c_str();

@@ -8,10 +8,10 @@
 
 namespace specjax {
 
-// Best first; only those that this machine can run. The last, portable, always can.
+// The kernels that this machine can run, best first. The last one, portable, runs everywhere.
 const std::vector<const Kernels*>& available_kernels();
 
-// The one of that name, the best for an empty name, or null.
+// The kernels of that name, the best ones for an empty name, or null.
 const Kernels* find_kernels(std::string_view name);
 
 }  // namespace specjax

@@ -1,4 +1,4 @@
-// What will be read of a weight is asked for before.
+// Prefetching of a weight.
 //
 // The rows of a panel are read side by side, one chunk of each at a time. These are too many
 // streams for the hardware to foresee, and memory is read fastest from end to end. So several
@@ -20,7 +20,8 @@ class Prefetch {
  public:
   // For `rows` rows from `row` on, `chunk_bytes` of each at a time. `ask` is called `asks` times
   // per chunk.
-  SPECJAX_INLINE Prefetch(const Weight& w, int64_t row, int64_t rows, int64_t chunk_bytes, int64_t asks)
+  SPECJAX_INLINE Prefetch(const Weight& w, int64_t row, int64_t rows, int64_t chunk_bytes,
+                          int64_t asks)
       : lines_((rows * chunk_bytes + asks * kLine - 1) / (asks * kLine)),
         rows_(w.interleaved ? (rows + kTileRows - 1) / kTileRows : rows),
         row_bytes_(w.interleaved ? w.row_bytes * kTileRows : w.row_bytes),

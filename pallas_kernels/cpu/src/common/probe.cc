@@ -1,5 +1,5 @@
-// What this machine can do: the rates that benchmarks divide by. Measured with the same threads and
-// the same vectors that the kernels use.
+// Measures the peak rates of this machine, which benchmarks compare with. The threads and the
+// vectors are those of the kernels.
 #include <atomic>
 #include <chrono>
 
@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 namespace specjax {
 namespace {
 
-// Calls work(i) for 0 <= i < count on all threads and writes the seconds that took.
+// Calls work(i) for 0 <= i < count on all threads, and writes the seconds that this took.
 template <typename Work>
 void measure(ffi::ThreadPool& pool, int64_t count, float* seconds, const Work& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -32,7 +32,7 @@ ffi::Error read(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data,
   return ffi::Error::Success();
 }
 
-// operations: how many the measured time stands for, products and additions counted apart.
+// operations: how many were measured. A product and an addition count as two.
 ffi::Error multiply(ffi::ThreadPool pool, ffi::ResultBufferR0<ffi::F32> seconds,
                     ffi::ResultBufferR0<ffi::F32> operations, int64_t arithmetic, int64_t count) {
   const Kernels& kernels = *find_kernels("");

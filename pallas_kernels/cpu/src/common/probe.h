@@ -1,11 +1,11 @@
-// Loops that do nothing but read, or nothing but multiply (probe.cc).
+// Loops that only read or only multiply (probe.cc).
 #pragma once
 
 #include "matmul/matmul.h"
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kProbeChains = 12;             // sums under way, to hide a product's latency
+inline constexpr int kProbeChains = 12;             // concurrent sums, to hide a product's latency
 inline constexpr int64_t kProbeProducts = 1 << 12;  // products per chain
 inline constexpr int64_t kProbeOperations = 2 * kLanes * kProbeChains * kProbeProducts;
 
@@ -30,9 +30,9 @@ inline uint32_t multiply_only() {
   typename Sums<A>::Vector sums[kProbeChains] = {};
   Word a = splat(0x01010101u), b = splat(0x01010101u);
   for (int64_t i = 0; i < kProbeProducts; ++i) {
-    __asm__ volatile("" : "+m"(a), "+m"(b));  // or they would be known, and the loop one product
+    __asm__ volatile("" : "+m"(a), "+m"(b));  // or the compiler would fold the loop
     const Word x = a, y = b;
-  SPECJAX_UNROLL for (int j = 0; j < kProbeChains; ++j) sums[j] = Sums<A>::add(sums[j], x, y);
+    SPECJAX_UNROLL for (int j = 0; j < kProbeChains; ++j) sums[j] = Sums<A>::add(sums[j], x, y);
   }
   Word all{};
   for (int j = 0; j < kProbeChains; ++j) all ^= (Word)sums[j];

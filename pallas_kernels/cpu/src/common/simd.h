@@ -1,9 +1,9 @@
 // Vectors of 32-bit lanes for the instruction set that this file is compiled for.
 //
-// Arithmetic is the compiler's own vector arithmetic; here is only what that does not know: fused
-// multiplication, products of packed integers and bfloat16, table lookup, transposition. Everything
-// else in this folder is written once, over these names, and compiled once per instruction set
-// (CMakeLists.txt), each time in a namespace of its own: SPECJAX_ISA.
+// Arithmetic uses the compiler's vector types. This file adds what they lack: fused multiply-add,
+// products of packed integers and bfloat16, table lookup, transposition. The kernels are written
+// once in these terms, and compiled once per instruction set (CMakeLists.txt), each time in its own
+// namespace, SPECJAX_ISA.
 #pragma once
 
 #include <cmath>
@@ -18,12 +18,12 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// Functions between which values stay in registers.
+// For functions whose arguments and results stay in registers.
 #define SPECJAX_INLINE __attribute__((always_inline)) inline
 
 #define SPECJAX_LAMBDA __attribute__((always_inline))
 
-// Loops over registers, which must not become loops over memory.
+// For loops over arrays that stay in registers.
 #if defined(__clang__)
 #define SPECJAX_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -78,16 +78,13 @@ inline uint32_t load_word(const void* p) {
   return x;
 }
 
-// One 32-bit word in every lane. Of a float its bits, since to add it to zeros would be an
-// addition.
-SPECJAX_INLINE Word splat(uint32_t x) {
-  return Word{} + x;
-}
+// One 32-bit word in every lane. A float is copied as bits: adding it to zeros would be arithmetic.
+SPECJAX_INLINE Word splat(uint32_t x) { return Word{} + x; }
 SPECJAX_INLINE Float splat(float x) { return (Float)splat(load_word(&x)); }
 
 SPECJAX_INLINE Word widen(Half v) { return __builtin_convertvector(v, Word); }
 
-// Of what is widened fourfold in one step gcc makes scalars, in two steps two instructions.
+// gcc compiles one fourfold conversion to scalar code, but two twofold ones to two instructions.
 SPECJAX_INLINE Word widen(Byte v) {
 #if defined(__AVX512BW__)
   return (Word)_mm512_cvtepu8_epi32((__m128i)v);
@@ -215,15 +212,16 @@ SPECJAX_INLINE void transpose(Word* rows) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
-  SPECJAX_UNROLL for (int i = 0; i < 16; i += 4) {  // r[i + c]: column c of every quarter, rows i … i + 3
+  // r[i + c]: column c of every quarter, rows i … i + 3
+  SPECJAX_UNROLL for (int i = 0; i < 16; i += 4) {
     r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   SPECJAX_UNROLL for (int c = 0; c < 4; ++c) {
-    const __m512i even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);      // quarters 0, 2
-    const __m512i odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);       // quarters 1, 3
+    const __m512i even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);  // quarters 0, 2
+    const __m512i odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);   // quarters 1, 3
     const __m512i even2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
     const __m512i odd2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xDD);
     t[c] = _mm512_shuffle_i32x4(even, even2, 0x88);

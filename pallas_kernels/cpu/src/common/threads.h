@@ -1,4 +1,4 @@
-// A parallel loop on the thread pool of the XLA program that calls.
+// A parallel loop on the thread pool of the calling XLA program.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace specjax {
 
-// A thread's equal range of `count` numbers.
+// The range of one thread when `count` numbers are divided evenly.
 struct Range {
   Range(int64_t count, int64_t threads, int64_t thread)
       : begin(count * thread / threads), end(count * (thread + 1) / threads) {}
@@ -20,7 +20,7 @@ struct Range {
   int64_t begin, end;
 };
 
-// Numbers to be dealt out, in equal ranges of neighbours, one per thread.
+// Numbers to deal out: one range of consecutive numbers per thread.
 class Ranges {
  public:
   Ranges(int64_t count, int64_t threads) : ranges_(threads) {
@@ -30,8 +30,8 @@ class Ranges {
     }
   }
 
-  // Calls work(i) for all that is left: first thread `thread`'s own range, in order, as memory is
-  // read fastest; then what the other threads have not taken yet.
+  // Calls work(i) for all numbers that are left: first for the thread's own range, in order, which
+  // reads memory fastest; then for what the other threads have not taken yet.
   template <typename Work>
   void take(int64_t thread, const Work& work) {
     const auto threads = static_cast<int64_t>(ranges_.size());
@@ -63,8 +63,8 @@ inline Range range_of(const xla::ffi::ThreadPool& pool, int64_t count, int64_t i
 
 // Calls work(i) once for every 0 <= i < count, in any order; returns when all are done.
 //
-// The caller takes part, so nothing waits for a pool that is busy elsewhere: at the end it waits
-// only for threads that did begin. One that begins later finds the loop closed.
+// The caller takes part, so it never waits for a pool that is busy elsewhere: at the end it waits
+// only for threads that have begun. A thread that begins later finds the loop closed.
 template <typename Work>
 void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Work& work) {
   struct Loop {

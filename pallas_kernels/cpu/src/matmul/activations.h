@@ -1,5 +1,5 @@
-// Preparation of x, row by row: quantization as in pallas_kernels/activations.py, bit for bit, or a
-// change of type; padding with zeros; sums over groups.
+// Prepares x, row by row: quantizes it as pallas_kernels/activations.py does, bit for bit, or
+// converts its type; pads it with zeros; sums its segments.
 #pragma once
 
 #include "common/bfloat16.h"
@@ -8,7 +8,7 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// A row of x as float32.
+// Reads a row of x as float32.
 inline void read_row(const Input& x, int64_t row, float* values) {
   const int64_t start = row * x.k;
   if (!x.bfloat16) {
@@ -36,7 +36,7 @@ inline float largest(const float* values, int64_t size) {
   return nan != 0 ? nan : result;
 }
 
-// One group: q ≈ values / scale. Returns the scale.
+// Quantizes one group: q ≈ values / scale. Returns the scale.
 inline float quantize(const float* values, int64_t size, int levels, int8_t* q) {
   constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
@@ -46,13 +46,13 @@ inline float quantize(const float* values, int64_t size, int levels, int8_t* q) 
   for (int64_t i = 0; i < size; ++i) {
     const float shifted = values[i] * inverse + kRound;
     uint32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);  // the integer is in the low bits; of a NaN, any
+    std::memcpy(&bits, &shifted, sizeof bits);  // the low bits are the integer; for a NaN, anything
     q[i] = static_cast<int8_t>(bits);
   }
   return scale;
 }
 
-// Sums are `stride` apart.
+// Sums `count` segments of `size` values. The sums are `stride` apart.
 template <typename Value, typename Sum>
 inline void sum_segments(const Value* values, int64_t count, int64_t size, Sum* sums,
                          int64_t stride) {
@@ -72,7 +72,7 @@ inline void prepare_bfloat16(const Preparation& how, const float* values, uint16
   }
 }
 
-// Row `row` of [rows, words] -> [words / depth, rows, depth].
+// Copies one row of [rows, words] to its place in [words / depth, rows, depth].
 inline void write_tiled(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
                         uint32_t* out) {
   for (int64_t i = 0; i < count; i += how.depth) {

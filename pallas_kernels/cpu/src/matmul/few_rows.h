@@ -1,32 +1,33 @@
-// Few rows of x and an interleaved weight: to decode a panel would cost more than the products, so
-// what is decoded is multiplied at once. The same sums in the same order as by panels.
+// Products of a few rows of x with an interleaved weight. Storing a decoded panel would cost more
+// than the products, so every word is multiplied as it is decoded. The sums and their order are
+// those of panels.
 #pragma once
 
 #include "matmul/product.h"
 
 namespace specjax::SPECJAX_ISA {
 
-// Sums under way at once, as many as registers hold beside what is multiplied.
+// Concurrent sums: as many as fit in registers beside the operands.
 #if defined(__AVX512BW__) || defined(__aarch64__)
 inline constexpr int kFewSums = 16;
 #else
 inline constexpr int kFewSums = 8;
 #endif
 
-// Where several instructions multiply bytes, they need registers too.
+// How many rows are few. A product of bytes that takes several instructions needs registers too.
 template <Arithmetic A>
 constexpr int few_rows(Kind kind) {
   const bool crowded = A == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;
   return kFewSums / (crowded ? 4 : 2);
 }
 
-// Whether m rows of x are multiplied so.
+// Whether m rows of x are multiplied this way.
 template <Arithmetic A>
 inline bool are_few(const Weight& w, int64_t m) {
   return w.interleaved && m <= few_rows<A>(w.kind);
 }
 
-// Bytes that are asked for before they are read: the hardware alone stops at the end of every page.
+// Prefetch distance in bytes. The hardware's own prefetching stops at the end of every page.
 inline constexpr int64_t kAhead = 1 << 14;
 
 // The kLanes outputs from `column` on, for R rows of x.
@@ -45,7 +46,7 @@ class FewRows {
       const uint8_t* from = tile_ + chunk * kChunkBytes;
       const int64_t left = tile_bytes - chunk * kChunkBytes;
       groups_.ask<A>(1, chunk + 1);
-      if (kind <= Kind::kInt8 || left >= kChunkBytes) {  // what is quantized has whole chunks
+      if (kind <= Kind::kInt8 || left >= kChunkBytes) {  // quantized weights have whole chunks
         add_chunk(chunk, from, y);
       } else {
         alignas(64) uint8_t edge[kChunkBytes] = {};
@@ -67,7 +68,8 @@ class FewRows {
   static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
   static constexpr int kSliceWords = kRunBytes / kSlices / (kTileRows * kWordBytes);
 
-  // Segments end in one order, however many rows there are: of runs that share words by turns.
+  // The order in which segments end does not depend on the number of rows. Those of runs that share
+  // words alternate.
   SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
     if constexpr (kRuns == 2) {
       add_runs<0>(chunk, from, 0, kSlices, y);
@@ -80,10 +82,11 @@ class FewRows {
     }
   }
 
-  // Of runs first … first + kRuns - 1 the slices begin … last - 1. A slice is of the smallest
-  // group: it is known where in it a word is, and that it ends there.
+  // Adds slices begin … last - 1 of runs first … first + kRuns - 1. A slice is as long as the
+  // smallest group, so no segment ends inside it, and the places of its words are constants.
   template <int first>
-  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last, Float* y) {
+  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last,
+                               Float* y) {
     constexpr int kSliceInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
     const int64_t segment = p_.segment<A>(), start = run_start<A>(p_.w, chunk, first);
     const uint32_t* x[R];
@@ -126,7 +129,7 @@ class FewRows {
 
   const Product& p_;
   Groups groups_;
-  const int64_t lane_;  // bytes from a word of the tile's first row to one of the first output's
+  const int64_t lane_;  // bytes between a word of the tile's first row and that of the first output
   const uint8_t* tile_;
   Decoder<A, kind> decoder_;
 };

@@ -5,7 +5,7 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// The first `count` of kLanes values, then zeros.
+// Loads the first `count` of kLanes values. The others are zero.
 template <typename V>
 SPECJAX_INLINE V load_some(const void* p, int64_t count) {
   if (count >= kLanes) return load<V>(p);
@@ -14,16 +14,16 @@ SPECJAX_INLINE V load_some(const void* p, int64_t count) {
   return v;
 }
 
-// The first `count` of kLanes values. Nearly always that is all of them, and a call of memcpy costs
-// as much as several vectors.
+// Stores the first `count` of kLanes values. Usually that is all of them; a call of memcpy would
+// cost as much as several vectors.
 template <typename V>
 SPECJAX_INLINE void store_some(void* p, V v, int64_t count) {
   if (count >= kLanes) return store(p, v);
   std::memcpy(p, &v, count * (sizeof(V) / kLanes));
 }
 
-// float16 bits to float32: the exponent's bias differs by 112, and a product with 2^112 makes
-// subnormals normal too; above are inf and NaN.
+// float16 bits as float32. The biases of the exponents differ by 112, and a product with 2^112
+// normalizes subnormals as well. Infinities and NaNs are set apart.
 inline Word half_values(Word bits) {
   const Word rest = bits & 0x7FFFu;
   const Word finite = (Word)((Float)(rest << 13) * splat(5.192296858534828e33f));
@@ -38,7 +38,7 @@ inline Word exponent_values(Word code) {
   return code == 255u ? splat(uint32_t{0x7FC00000}) : value;
 }
 
-// `count` scales of one row from the `first` on, as float32 bits.
+// `count` scales of one row from number `first` on, as float32 bits.
 SPECJAX_INLINE Word read_scales(const Weight& w, int64_t first, int64_t count) {
   const auto* p = static_cast<const uint8_t*>(w.scales);
   if (w.scale == Scale::kFloat32) return load_some<Word>(p + 4 * first, count);
@@ -49,15 +49,15 @@ SPECJAX_INLINE Word read_scales(const Weight& w, int64_t first, int64_t count) {
   return w.scale == Scale::kBfloat16 ? bits << 16 : half_values(bits);
 }
 
-// Of one group and one vector of outputs: the scale (1 of an unquantized weight), and the zero plus
-// the kind's offset.
+// The scales and the zeros of one group and one vector of outputs. Scales of an unquantized weight
+// are 1. Zeros include the kind's offset.
 struct Group {
   Float scale;
   Int zeros;
 };
 
-// Groups in the order of the inputs: of a weight that is stored row by row kept kLanes at a time,
-// since that many are as quickly read, transposed, as one.
+// Reads groups in the order of the inputs. Those of a weight that is stored row by row are read and
+// transposed kLanes at a time, which is as fast as reading one.
 class Groups {
  public:
   Groups(const Weight& w, int64_t column) : w_(w), column_(column) {
@@ -75,8 +75,8 @@ class Groups {
     return result;
   }
 
-  // Asks for what `vectors` vectors of outputs need of an interleaved weight's groups in a chunk:
-  // the sums would wait for it. After the last chunk come the next outputs' groups.
+  // Prefetches the groups of a chunk of an interleaved weight, for `vectors` vectors of outputs.
+  // After the last chunk, prefetches the groups of the next outputs.
   template <Arithmetic A>
   SPECJAX_INLINE void ask(int vectors, int64_t chunk) const {
     if (!w_.quantized() || !w_.interleaved) return;
@@ -84,7 +84,7 @@ class Groups {
     const int64_t tiles = (vectors * kLanes + kTileRows - 1) / kTileRows;
     const int64_t group = run_start<A>(w_, chunk, 0) / w_.group_size;
     const int64_t count = (2 * kRun<A> + w_.group_size - 1) / w_.group_size;
-    const int64_t beside = group < w_.groups ? 0 : tiles - 1;  // tiles that are read already
+    const int64_t beside = group < w_.groups ? 0 : tiles - 1;  // tiles that have been read
     const auto* scales = static_cast<const uint8_t*>(w_.scales);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = ((column_ / kTileRows + tile + beside) * w_.groups + group) * kTileRows;

@@ -1,5 +1,5 @@
-// The XLA handler of `matmul`: checks every buffer, prepares x once per way of reading it, and
-// deals the panels of all weights out to the threads.
+// The XLA handler of `matmul`: checks every buffer, prepares x once per Preparation, and deals the
+// panels of all weights out to the threads.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kSerialWork = 1 << 15;  // values of x that one thread prepares faster than two
 
-// What the attributes say of one weight.
+// One weight as the attributes describe it.
 struct Description {
   Kind kind;
   int64_t group_size;  // 0: one scale per output
@@ -51,7 +51,7 @@ ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zero
   return ffi::Error::Success();
 }
 
-// The buffers from args[first] on as the weight that `d` describes, for x: [m, k].
+// Reads the weight that `d` describes from the buffers args[first] … x: [M, K].
 ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int64_t first,
                        int64_t k, Weight& w) {
   std::vector<ffi::AnyBuffer> buffers;
@@ -88,7 +88,7 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
   return check_groups(buffers[1], d.zeros ? &buffers[2] : nullptr, w);
 }
 
-// Memory for one prepared x, kept by the thread for its next call.
+// Memory for one prepared x. The thread keeps it for its next call.
 class Storage {
  public:
   Prepared reserve(const Preparation& how) {

@@ -1,19 +1,19 @@
-// y[m, n] = Σ_groups scales · (sum over the group's inputs), for a panel of outputs and all rows.
+// y[M, N] = Σ_groups scales · (sum over the group's inputs), for a panel of outputs and all rows.
 //
-// A row's result is a function of that row and the weight alone: every sum runs over the inputs in
-// one order, run after run, whatever the other rows are; the groups' integer sums are exact.
+// A row's result depends on that row and the weight alone: every sum runs over the inputs in one
+// order, run after run, whatever the other rows are. Integer sums of a segment are exact.
 #pragma once
 
 #include "matmul/few_rows.h"
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kRowsPerPass = 96;  // rows that share one decoded panel: their y is in cache
+inline constexpr int kRowsPerPass = 96;  // so few that their y stays in the cache
 
-inline constexpr int kWordsPerAsk = 8;  // of `ahead`
+inline constexpr int kWordsPerAsk = 8;  // words of x between two prefetches
 
-// Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on. Meanwhile `ahead` takes its
-// asks, or memory would rest until the next chunk is decoded.
+// Adds a segment to y: f32[R, kColumns], for R rows of x from `row` on. Prefetches meanwhile:
+// otherwise memory would idle until the next chunk is decoded.
 template <Arithmetic A, int R>
 inline void add_segment(const Product& p, const Group* groups, const Place& place,
                         const Word* panel, int64_t start, int64_t row, Prefetch& ahead, Float* y) {
@@ -76,7 +76,8 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
     Group group[kVectors];
     const Place place = Place::of<A>(p, start);
     for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, place.group);
-    const Word* weights = panel + (run * kRunWords<A> + i / kPerWord<A>) * kVectors;
+    const int64_t word = run * kRunWords<A> + i / kPerWord<A>;
+    const Word* weights = panel + word * kVectors;
     int64_t row = 0;
     for (int64_t portion = 0; portion < portions; ++portion) {
       const int64_t count = m / portions + (portion < rest);
@@ -87,7 +88,7 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
   }
 }
 
-// y[first … first + m - 1, the panel's columns].
+// Writes y[first … first + m - 1, the panel's columns].
 template <Arithmetic A, Kind kind>
 inline void multiply_many(const Product& p, int64_t column, int64_t first, int64_t m, float* y) {
   alignas(64) Float sums[kRowsPerPass * kVectors];

@@ -1,11 +1,11 @@
-// Panels: kColumns outputs times a chunk of inputs of a weight, turned and decoded so that one
-// vector holds one word of inputs for kLanes neighbouring outputs.
+// Decodes a chunk of a panel into vectors, each of which holds one word of kLanes neighbouring
+// outputs.
 //
-// An interleaved weight (pallas_kernels/interleave.py) is stored as those vectors. Of one that is
-// stored row by row, a square is read at a time, kLanes words of kLanes rows, and transposed in
-// registers, which costs a fifth of the memory's bandwidth.
+// An interleaved weight (pallas_kernels/interleave.py) is stored as such vectors. A weight that is
+// stored row by row is read in squares, which are transposed in registers: this costs a fifth of
+// the memory's bandwidth.
 //
-// A chunk is two runs of `kRun` inputs: of packed nibbles, the same bytes' low and high ones.
+// The two runs of a chunk of 4-bit codes are the low and the high nibbles of the same bytes.
 #pragma once
 
 #include "common/prefetch.h"
@@ -14,8 +14,8 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// kVectors · kLanes outputs per panel, so that as many sums are under way as hide a product's
-// latency; kRows rows of x at once, as many as the registers hold sums.
+// Vectors of a panel, and rows of a portion: as many concurrent sums as hide a product's latency,
+// and no more than fit in registers.
 #if defined(__AVX512BW__)
 inline constexpr int kVectors = 4, kRows = 6;
 #elif defined(__AVX2__)
@@ -32,17 +32,17 @@ inline constexpr int kPerWord = A == Arithmetic::kInteger    ? 4
                                 : A == Arithmetic::kBfloat16 ? 2
                                                              : 1;
 
-// Inputs per run: as many as leave a panel in the first-level cache.
+// Inputs of a run: so few that a decoded chunk stays in the first-level cache.
 template <Arithmetic A>
 inline constexpr int kRun = A == Arithmetic::kFloat32 ? 64 : 128;
 
 template <Arithmetic A>
 inline constexpr int kRunWords = kRun<A> / kPerWord<A>;
 
-// What is added to a weight's integers to make them unsigned bytes.
+// The number that makes a weight's integers unsigned bytes when it is added to them.
 inline int offset(Kind kind) { return kind == Kind::kInt4 ? 8 : kind == Kind::kMxfp4 ? 12 : 128; }
 
-// Of 4-bit codes, the integer plus the offset.
+// The integers of 4-bit codes, plus the offset.
 alignas(16) inline constexpr uint8_t kInt4Bytes[16] = {8, 9, 10, 11, 12, 13, 14, 15,
                                                        0, 1, 2,  3,  4,  5,  6,  7};
 alignas(16) inline constexpr uint8_t kMxfp4Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
@@ -69,21 +69,21 @@ constexpr int chunk_bytes(Kind kind) {
                                    : kRun<A>;
 }
 
-// A square of an interleaved weight. Its last tile is whole.
+// Reads a square of an interleaved weight, whose last tile is padded with rows.
 SPECJAX_INLINE void read_interleaved(const Weight& w, int64_t row, int64_t offset, Word* words) {
   const int64_t tile = row & -kTileRows;
   const uint8_t* from = w.data + tile * w.row_bytes + offset * kTileRows + (row - tile) * 4;
   const int64_t left = row < w.n ? (w.row_bytes - offset) / 4 : 0;
   if (__builtin_expect(left < kLanes, 0)) {
-    for (int i = 0; i < kLanes; ++i)
+    for (int i = 0; i < kLanes; ++i) {
       words[i] = i < left ? load<Word>(from + i * kTileRows * 4) : Word{};
+    }
     return;
   }
   SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * kTileRows * 4);
 }
 
-// kLanes rows of kBytes bytes, from row `row` and byte `offset` of a row on, transposed. What lies
-// outside the weight is zero.
+// Reads the square from row `row` and byte `offset` of a row on. Words outside the weight are zero.
 SPECJAX_INLINE void read_square(const Weight& w, int64_t row, int64_t offset, Word* words) {
   if (w.interleaved) return read_interleaved(w, row, offset, words);
   alignas(64) uint8_t edge[kLanes * kBytes];
@@ -102,8 +102,8 @@ SPECJAX_INLINE void read_square(const Weight& w, int64_t row, int64_t offset, Wo
 }
 
 #if defined(__AVX512BW__)
-// What the 16 codes of `kind` stand for: a float32 in every lane, or a bfloat16 in every half of one,
-// where all are there twice.
+// The values of the 16 codes of `kind`: one float32 per lane, or one bfloat16 per half lane,
+// repeated.
 template <Arithmetic A, Kind kind>
 inline Word value_table() {
   uint32_t floats[2 * kLanes];
@@ -116,7 +116,7 @@ inline Word value_table() {
   return A == Arithmetic::kBfloat16 ? load<Word>(bfloats) : load<Word>(floats);
 }
 
-// The values of the low nibbles of `codes`' lanes or halves; what is above them is ignored.
+// Looks up the low nibble of every lane, or half lane, of `codes`. The higher bits are ignored.
 template <Arithmetic A>
 SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
   if (A == Arithmetic::kBfloat16) {
@@ -126,14 +126,14 @@ SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
 }
 #endif
 
-// Decodes words of a weight: calls put(run, word of the run, value).
+// Decodes stored words: calls put(run, word of the run, value).
 template <Arithmetic A, Kind kind>
 struct Decoder {
 #if defined(__AVX512BW__)
   Word table = value_table<A, kind>();
 #endif
 
-  // Four bytes of every row: number `index` of the run `run`, or of both runs' nibbles.
+  // Decodes stored word number `index` of run `run` or, of 4-bit codes, of both runs.
   template <typename Put>
   SPECJAX_INLINE void decode(int run, int index, Word word, const Put& put) const {
     if constexpr (kind <= Kind::kMxfp4) {
@@ -176,7 +176,7 @@ struct Decoder {
     put_bytes(1, quad, high, put);
   }
 
-  // Unsigned bytes of the four inputs from 4 · `quad` on.
+  // Puts the unsigned bytes of the four inputs from 4 · `quad` on.
   template <typename Put>
   SPECJAX_INLINE void put_bytes(int run, int quad, Word bytes, const Put& put) const {
     if constexpr (A == Arithmetic::kInteger) {
@@ -193,7 +193,8 @@ struct Decoder {
 // Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on.
 template <Arithmetic A, Kind kind, typename Put>
 SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const Put& put) {
-  constexpr int kRunsApart = kind <= Kind::kMxfp4 ? 1 : 2;  // nibbles of both runs share their bytes
+  // Nibbles of both runs share their bytes.
+  constexpr int kRunsApart = kind <= Kind::kMxfp4 ? 1 : 2;
   constexpr int kBytesApart = chunk_bytes<A>(kind) / kRunsApart;
   const Decoder<A, kind> decoder;
   SPECJAX_UNROLL for (int run = 0; run < kRunsApart; ++run) {
@@ -207,7 +208,7 @@ SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, con
   }
 }
 
-// A chunk of kColumns outputs: panel[word of the chunk][vector].
+// Decodes a chunk of kColumns outputs: panel[word of the chunk][vector].
 template <Arithmetic A, Kind kind>
 SPECJAX_INLINE void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Word* panel) {
   for (int vector = 0; vector < kVectors; ++vector) {

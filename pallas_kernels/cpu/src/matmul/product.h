@@ -1,4 +1,4 @@
-// One product of x with a weight: where its sums begin and end, and how they come into y.
+// One product of x with a weight: where its sums begin and end, and how they are added to y.
 #pragma once
 
 #include "matmul/groups.h"
@@ -7,8 +7,8 @@ namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kSmallestGroup = 32;
 
-// The sum over a segment: of chains that each take every kChains-th word, since a product of floats
-// waits for the one before it in its chain; they are added in their order at the end.
+// The sum over a segment. It is divided into kChains chains of every kChains-th word, because a
+// float product waits for the previous one of its chain. At the end, the chains are added in order.
 template <Arithmetic A>
 struct Sums;
 template <>
@@ -30,13 +30,13 @@ struct Sums<Arithmetic::kFloat32> {
   static Float add(Float sum, Word w, Word x) { return fma((Float)w, (Float)x, sum); }
 };
 
-// One product of x with a weight, as all functions below see it.
+// One product of x with a weight.
 struct Product {
   const Weight& w;
   const Preparation& how;
   const Prepared& x;
 
-  // Inputs per segment: of one run and one group.
+  // Inputs of a segment.
   template <Arithmetic A>
   int64_t segment() const {
     return w.quantized() && w.group_size < kRun<A> ? w.group_size : kRun<A>;
@@ -63,14 +63,14 @@ struct Place {
 
 // y += the sums of the segment at `place`, for row `row` of x.
 template <Arithmetic A>
-SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place, int64_t row,
-                       typename Sums<A>::Vector sum, Float& y) {
+SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
+                               int64_t row, typename Sums<A>::Vector sum, Float& y) {
   const int64_t index = row * place.segments + place.segment;
   if constexpr (A == Arithmetic::kInteger) {
     sum -= group.zeros * static_cast<const int32_t*>(p.x.sums)[index];
     y = fma(to_float(sum), group.scale * p.x.scales[row * place.groups + place.group], y);
   } else {
-    if (p.w.zeros != nullptr) {  // the decoder has taken the offset away
+    if (p.w.zeros != nullptr) {  // the decoder has subtracted the offset
       const Float zeros = to_float(offset(p.w.kind) - group.zeros);
       sum = fma(zeros, splat(static_cast<const float*>(p.x.sums)[index]), sum);
     }

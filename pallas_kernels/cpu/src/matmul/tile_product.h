@@ -1,29 +1,29 @@
-// Products by tiles: of two vectors of outputs side by side, which share every load of x.
+// Products by tiles, of two vectors of outputs at a time: they share every load of x.
 //
-// Of a quantized weight sums end with every segment (product.h), where they are scaled; of others
-// they run on to the end. So they do for MXFP4 in bfloat16, whose segments are short: a scale is a
-// power of two, and one instruction scales what is decoded, exactly.
+// The sums of a quantized weight end with every segment, where they are scaled. Those of other
+// weights run to the end, and so do those of MXFP4 in bfloat16, whose segments are short: its
+// scales are powers of two, so one instruction scales the decoded values exactly.
 //
-// What bounds these loops is the first-level cache, which another thread may share: what is decoded
-// must still be in it when it is loaded as a tile. So a stream decodes one slice ahead, no more.
+// These loops are bound by the first-level cache, which another thread may share: a decoded tile
+// must still be in it when it is loaded. So a stream decodes only one slice ahead.
 #pragma once
 
 #include "matmul/tile_source.h"
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kPortionsPerPass = 4;  // of rows of x, that share what is decoded
+inline constexpr int kPortionsPerPass = 4;  // of rows of x
 inline constexpr int kSideBySide = 2;       // vectors of outputs
 
-// Lines that a stream asks for before they are read: what is decoded needs the cache as well.
+// Prefetch distance of a stream in lines. It is short because decoded tiles need the cache as well.
 inline constexpr int kLinesAhead = 64;
 
-// Takes the zeros times x's sums out of a segment's sums, of the portion's rows from `first` on.
+// Subtracts zeros · sums of x from the sums of a segment, for the portion's rows from `first` on.
 template <Arithmetic A, Kind kind>
 inline void take_zeros(const Product& p, const Group& group, const Place& place, int64_t first,
                        typename Sums<A>::Vector* sums) {
   const int64_t at = place.segment * p.how.rows + first;
-  const Int zeros = group.zeros - offset(p.w.kind);  // the decoder has taken the offset away
+  const Int zeros = group.zeros - offset(p.w.kind);  // the decoder has subtracted the offset
   for (int64_t r = 0; r < p.how.portion; ++r) {
     if constexpr (A == Arithmetic::kInteger) {
       sums[r] -= (zeros * static_cast<const int32_t*>(p.x.sums)[at + r]) << kShift<kind>;
@@ -34,11 +34,11 @@ inline void take_zeros(const Product& p, const Group& group, const Place& place,
   }
 }
 
-// y += the sums of segments, for the portion's rows from `first` on: sums[i] of the segment at
-// places[i], in this order.
+// Adds kCount segments to y, in order, for the portion's rows from `first` on. sums[i] are those of
+// the segment at places[i].
 template <Arithmetic A, Kind kind, int kCount>
 SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, const Place* places,
-                         int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
+                                 int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
   Float scales[kCount];
   const float* x_scales[kCount];
   SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
@@ -60,7 +60,7 @@ SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, c
   }
 }
 
-// y[rows of portion `portion`, kLanes outputs from `column` on].
+// Writes y[rows of portion `portion`, kLanes outputs from `column` on].
 template <int kTotals>
 inline void write_portion(const Product& p, int64_t m, int64_t column, int64_t portion,
                           const Float (*totals)[kTileRows], float* y) {
@@ -72,8 +72,8 @@ inline void write_portion(const Product& p, int64_t m, int64_t column, int64_t p
   }
 }
 
-// What both ways below have: two vectors of outputs, from `column` on; where the second is missing,
-// the first one twice.
+// The base of the two classes below: two vectors of outputs from `column` on. Where there is no
+// second one, it is the first one again.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TilePair {
  public:
@@ -91,7 +91,7 @@ class TilePair {
   using Vector = typename Sums<A>::Vector;
   static constexpr int kRuns = Slices::kRuns;
   static constexpr bool kSegments = kind <= Kind::kInt8 && !kScaled;
-  static constexpr int kTotals = kSegments ? 1 : kRuns;  // that make up an output
+  static constexpr int kTotals = kSegments ? 1 : kRuns;  // whose sum is an output
 
   const Product& p_;
   const Slices slices_;
@@ -101,8 +101,8 @@ class TilePair {
   Source sources_[kSideBySide];
 };
 
-// One portion of rows. Tile 2 · run + vector holds sums; while a slice is multiplied the next one is
-// decoded, a share after every product.
+// Multiplies one portion. Tile 2 · run + vector holds sums. While a slice is multiplied, the next
+// one is decoded, a share after every product.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileStream : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
@@ -144,14 +144,15 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
     if constexpr (kRuns == 2) zero_tile<2>(), zero_tile<3>();
   }
 
-  // The sums of vector `v`, of both runs.
+  // Stores the sums of vector `v`, of both runs.
   template <int v, typename V>
   static SPECJAX_INLINE void store(V* first, V* second) {
     store_tile<v>(first, kBytes);
     if constexpr (kRuns == 2) store_tile<2 + v>(second, kBytes);
   }
 
-  // Share `share` of slice `slice`: half of a vector's lines that are decoded, or all of them.
+  // Reads a share of a slice: half of a vector's lines if they hold two runs, otherwise all of
+  // them.
   SPECJAX_INLINE void read(int64_t slice, int share) {
     constexpr int kCount = Slices::kLines / kRuns;
     const int v = share / kRuns, first = share % kRuns * kCount;
@@ -166,7 +167,9 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
   SPECJAX_INLINE void add(const uint32_t* x, int64_t slice, int64_t next) {
     const Word *left = weights_[slice & 1][0], *right = weights_[slice & 1][1];
     add_run<0>(x, left, right, next);
-    if constexpr (kRuns == 2) add_run<1>(x + slices_.run_words, left + kDepth, right + kDepth, next);
+    if constexpr (kRuns == 2) {
+      add_run<1>(x + slices_.run_words, left + kDepth, right + kDepth, next);
+    }
   }
 
   template <int run>
@@ -180,7 +183,7 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
     read(next, kSideBySide * run + 1);
   }
 
-  // The segments that begin at input `start` and, in run 1, kPlane inputs later.
+  // Ends the segments that begin at input `start` and, in run 1, kPlane inputs later.
   SPECJAX_INLINE void end_segments(int64_t start) {
     const Place places[2] = {Place::of<A>(p_, start), Place::of<A>(p_, start + kPlane)};
     end_segments<0>(0, places);
@@ -188,8 +191,8 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
     zero();
   }
 
-  // One vector's at a time, so that what is stored and y do not lie 4096 bytes apart, which would
-  // make the processor think that one is the other.
+  // Ends those of one vector. If both ended together, sums and y would lie 4096 bytes apart, and
+  // the processor would mistake one address for the other.
   template <int v>
   SPECJAX_INLINE void end_segments(int group_vector, const Place* places) {
     Vector* const sums[2] = {sums_[0], sums_[kRuns - 1]};
@@ -203,8 +206,8 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
   alignas(64) Float totals_[kSideBySide][kTotals][kTileRows] = {};
 };
 
-// Several portions of rows: a chunk is decoded for all of them, and multiplied for two at a time.
-// Tile 2 · portion + vector holds sums.
+// Multiplies several portions. A chunk is decoded for all of them, and multiplied by two portions
+// at a time. Tile 2 · portion + vector holds sums.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileChunks : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
@@ -215,7 +218,7 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
  public:
   using Pair::Pair;
 
-  // Portions `first` … first + portions - 1, an even number.
+  // Multiplies portions `first` … first + portions - 1, an even number.
   void multiply(int64_t m, int64_t first, int64_t portions, float* y) {
     const int64_t length = kSegments ? slices_.per_segment : kPerChunk;
     const int64_t pair_words = 2 * p_.how.portion * kDepth;
@@ -261,8 +264,8 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
     for (const Source& source : sources_) source.template ask<kCount>(place * kCount);
   }
 
-  // Adds `length` slices of run `run` from slice `s` of the chunk on, for portions `portion` and the
-  // next: `i` and the next of those that share what is decoded.
+  // Adds `length` slices of run `run` from slice `s` of the chunk on, for portions `portion` and
+  // the next: `i` and the next of those that share what is decoded.
   SPECJAX_INLINE void add(const uint32_t* x, int64_t chunk, int64_t s, int64_t length, int run,
                           int64_t portion, int64_t i) {
     const Word* left = weights_[0] + run * kChunkWords + s * kDepth;

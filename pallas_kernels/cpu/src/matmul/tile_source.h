@@ -1,9 +1,8 @@
-// A weight as tiles want it, a slice at a time: a slice is kDepth words of every run, a word a
-// vector over kLanes outputs.
+// Reads a weight for tiles, a slice of one vector of outputs at a time: kDepth words of every run.
 //
-// What is stored as tiles want it is loaded as it stands; 4-bit codes are decoded to signed bytes
-// or bfloat16, and MXFP4's scaled as well where a power of two can be taken away from all
-// exponents.
+// Interleaved weights of 8 or 16 bits are loaded as they are stored. 4-bit codes are decoded to
+// signed bytes or bfloat16. MXFP4 in bfloat16 is also scaled, by a subtraction from the exponents,
+// where all scales allow it.
 #pragma once
 
 #include "matmul/product.h"
@@ -11,21 +10,21 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// int4 codes as signed bytes are kept in the bytes' upper halves: 16 times the integers.
+// int4 codes become signed bytes in the upper halves of bytes: 16 times the integers.
 template <Kind kind>
 inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
 
-// Codes of MXFP4's scales under which all its values but zero are normal bfloat16.
+// The codes of scales between which all values of MXFP4 but zero are normal bfloat16.
 inline constexpr uint8_t kFirstScale = 2, kLastScale = 252;
 
-// MXFP4 as bfloat16 under the last of these scales, twice. Less is subtracted from the exponents
-// for others: from zeros too, with saturation, so that they stay zeros.
+// The values of MXFP4 under the last of these scales, twice. For a smaller scale, the difference is
+// subtracted from the exponents. The subtraction saturates, so that zeros stay zeros.
 alignas(64) inline constexpr uint16_t kLargestMxfp4[2 * kLanes] = {
     0,      0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40, 0,      0xFD80, 0xFE00,
     0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40, 0,      0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0,
     0x7F00, 0x7F40, 0,      0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
 
-// Whether all scales of the panel from `column` on are such.
+// Whether all scales of the panel from `column` on are between these.
 inline bool scales_are_exponents(const Weight& w, int64_t column) {
   const auto* scales = static_cast<const uint8_t*>(w.scales);
   const int64_t rows = w.n - column < kColumns ? w.n - column : kColumns;
@@ -51,7 +50,7 @@ template <Arithmetic A, Kind kind, int kDepth>
 struct TileSlices {
   static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same bytes
   static constexpr int kInputs = kDepth * kPerWord<A>;        // of a run
-  // A line is kLineBytes bytes of each output.
+  // Lines of a slice: each has kLineBytes bytes of each output.
   static constexpr int kLines = kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2 : kDepth;
   static constexpr int kPerChunk = 2 * kRun<A> / (kRuns * kInputs);
 
@@ -66,8 +65,8 @@ struct TileSlices {
   const int64_t words, run_words, chunk_words, chunks, per_segment;
 };
 
-// One vector of outputs, from `column` on: of `groups` the vector `vector`. kScaled: of values that
-// are scaled.
+// Reads one vector of outputs from `column` on: vector `vector` of `groups`. kScaled: values are
+// scaled as they are read.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileSource {
  public:
@@ -84,13 +83,13 @@ class TileSource {
     if constexpr (kScaled) decoder_.table = load<Word>(kLargestMxfp4);
   }
 
-  // Where slice `slice` is stored as tiles want it, or null: then it must be read.
+  // Where slice `slice` is stored as tiles load it. Null if it must be read.
   SPECJAX_INLINE const Word* stored(int64_t slice) const {
     if (kRuns == 2 || !is_whole((slice + 1) * kLines)) return nullptr;
     return reinterpret_cast<const Word*>(from_ + slice * kLines * kBytes);
   }
 
-  // Lines first … first + kCount - 1 of slice `slice`, decoded: to[run][word]; runs are kRunWords
+  // Decodes lines first … first + kCount - 1 of slice `slice`: to[run][word]. Runs are kRunWords
   // words apart.
   template <int kCount, int kRunWords>
   SPECJAX_INLINE void read(int64_t slice, int first, Word* to) {
@@ -106,8 +105,8 @@ class TileSource {
     }
   }
 
-  // Asks memory for kCount lines from line `line` on: of these outputs, or behind their end of those
-  // after the next, which are read beside these.
+  // Prefetches kCount lines from line `line` on. Past the end of these outputs, they belong to the
+  // vector after the next, because two vectors are read side by side.
   template <int kCount>
   SPECJAX_INLINE void ask(int64_t line) const {
     if (!w_.interleaved) return;
@@ -120,12 +119,12 @@ class TileSource {
   static constexpr int kLineBytes = 4;  // of an output
   static_assert(kTileRows == kLanes);
 
-  // Whether the lines before line `end` are stored side by side.
+  // Whether the lines before line `end` are stored as such.
   SPECJAX_INLINE bool is_whole(int64_t end) const {
     return w_.interleaved && end * kLineBytes <= w_.row_bytes;
   }
 
-  // Line `line` of what is stored otherwise, or ends within the square.
+  // Line `line` of a weight that is stored row by row, or whose rows end within the square.
   const uint8_t* transposed(int64_t line) {
     const int64_t square = line / kLanes;
     if (square != square_) read_square(w_, column_, square * kBytes, words_);
@@ -133,7 +132,7 @@ class TileSource {
     return reinterpret_cast<const uint8_t*>(words_ + line % kLanes);
   }
 
-  // For slice `slice`: a slice is a group.
+  // Reads the scales of slice `slice`, which is one group of every run.
   SPECJAX_INLINE void read_exponents(int64_t slice) {
     static_assert(!kScaled || Slices::kInputs == kSmallestGroup);
     constexpr int kPerPlane = kPlane / kSmallestGroup;
@@ -173,7 +172,7 @@ class TileSource {
   const int vector_;
   Groups& groups_;
   Decoder<A, kind> decoder_;
-  Word less_[kRuns];  // what scales take away from the exponents of both halves of a word
+  Word less_[kRuns];  // what the scales subtract from the exponents of both halves of a word
   int64_t square_ = -1;
   Word words_[kLanes];
 };

@@ -1,11 +1,11 @@
 // Tile registers (AMX): matrices of up to 16 rows of 64 bytes, and their products.
 //
-// x is the left operand: a row of x is a row of the tile. The weight is the right one, in the form
-// in which an interleaved weight is stored (pallas_kernels/interleave.py): a row is one word of
-// inputs of 16 outputs. So the sums come out as the vectors that the scales are read in.
+// x is the left operand: a row of x is a row of the tile. The weight is the right one, as an
+// interleaved weight is stored (pallas_kernels/interleave.py): a row of the tile is one word of
+// each of 16 outputs. So the sums are vectors over outputs, like the scales.
 //
-// Which tile serves what is written out, since compilers give out tiles only for code of their own:
-// 0 to 3 sums, 4 and 5 x, 6 and 7 weights.
+// Registers are assigned by hand, because compilers do not allocate tiles in inline assembly: 0 to
+// 3 hold sums, 4 and 5 x, 6 and 7 weights.
 #pragma once
 
 #include "matmul/panel.h"
@@ -15,8 +15,8 @@ namespace specjax::SPECJAX_ISA {
 inline constexpr int kTileWords = 16;  // of a row, at most
 static_assert(kLanes == kTileRows);
 
-// The tiles' shapes, for `rows` rows of x and `words` words of inputs: set for as long as this
-// lives and no longer, since others on this thread set their own.
+// Sets the tiles' shapes, for `rows` rows of x and `words` words of a row. They last as long as the
+// object, because other code on this thread sets its own.
 class TileShapes {
  public:
   TileShapes(int64_t rows, int64_t words) {

@@ -1,8 +1,8 @@
-// The XLA handler of the fast Hadamard transform (pallas_kernels/hadamard.py), value for value as
-// that adds them: no order of additions depends on anything but the sizes.
+// The XLA handler of the fast Hadamard transform. It adds in the same order as
+// pallas_kernels/hadamard.py, and that order depends on the sizes alone.
 //
-// Compiled once, not once per instruction set: what it takes is small beside a matrix product. A
-// product with ±1 is exact, so it does not matter whether it is fused with a sum.
+// Compiled once, not once per instruction set: it is fast beside a matrix product. A product with
+// ±1 is exact, so it does not matter whether it is fused with a sum.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -40,7 +40,7 @@ void multiply(const Matrix& matrix, const float* x, int64_t size, float* y) {
 }
 
 // Sums and differences of pairs that are unit, 2 · unit, 4 · unit … apart; two distances at a time,
-// because a pass costs more for its loads and stores than for its additions.
+// because loads and stores cost more than additions.
 void add_pairs(float* x, int64_t size, int64_t unit) {
   int64_t distance = unit;
   for (; 4 * distance <= size; distance *= 4) {
@@ -68,7 +68,7 @@ void rotate(const std::vector<Matrix>& matrices, const float* x, int64_t size, i
             float scale, float* y) {
   thread_local std::vector<float> scratch;
   std::memcpy(y, x, size * sizeof(float));
-  int64_t length = size;  // what the matrices so far have taken apart
+  int64_t length = size;  // of the ranges that are independent after the matrices so far
   for (const Matrix& matrix : matrices) {
     scratch.assign(y, y + size);
     for (int64_t start = 0; start < size; start += length) {
@@ -80,7 +80,7 @@ void rotate(const std::vector<Matrix>& matrices, const float* x, int64_t size, i
   for (int64_t i = 0; i < size; ++i) y[i] *= scale;
 }
 
-// The orders of `args` and a power of two must make up the rotated axis of n entries.
+// Reads the matrices. The product of their orders and a power of two must be n.
 ffi::Error read_matrices(const ffi::RemainingArgs& args, int64_t n, std::vector<Matrix>& matrices) {
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
@@ -105,8 +105,9 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   if (dims.size() < 2 || x.element_type() != ffi::F32) {
     return invalid("x must be float32 [..., n, unit], got " + text(shape_of(x)));
   }
-  if (auto error = check("the result", *result, ffi::F32, shape_of(x)); error.failure())
+  if (auto error = check("the result", *result, ffi::F32, shape_of(x)); error.failure()) {
     return error;
+  }
   if (x.element_count() == 0) return ffi::Error::Success();
   const int64_t unit = dims.back(), n = dims[dims.size() - 2], size = n * unit;
   std::vector<Matrix> matrices;

@@ -1,8 +1,8 @@
-// The XLA handlers of what is done to rows between the matrix products: norm, rotation by position.
+// The XLA handlers of the row operations between matrix products: norms and rotary embeddings.
 //
 // Compiled once, not once per instruction set like the kernels: a row is short and in the cache, so
-// wide vectors would gain little. No product is fused with a sum; so the bits are the same on every
-// processor.
+// wide vectors would gain little. Products are not fused with sums, so the bits are the same on
+// every processor.
 #include <algorithm>
 #include <cmath>
 
@@ -13,8 +13,8 @@
 namespace specjax {
 namespace {
 
-constexpr int64_t kSums = 32;             // side by side: as many as hide an addition's latency
-constexpr int64_t kSerialWork = 1 << 16;  // values that one thread works off faster than two
+constexpr int64_t kSums = 32;             // concurrent, to hide an addition's latency
+constexpr int64_t kSerialWork = 1 << 16;  // values that one thread processes faster than two
 
 inline float value(float x) { return x; }
 inline float value(uint16_t x) { return bfloat16_value(x); }
@@ -83,7 +83,7 @@ void rotate_row(const float* x, const float* cos, const float* sin, int64_t head
   });
 }
 
-// Calls work(row) for rows of so many values, on as many threads as are worth it.
+// Calls work(row) for rows of `width` values, on several threads where that is faster.
 template <typename Work>
 void for_rows(ffi::ThreadPool& pool, int64_t rows, int64_t width, const Work& work) {
   const int64_t each = std::max<int64_t>(1, kSerialWork / width);
@@ -97,7 +97,8 @@ ffi::Error check_result(const ffi::AnyBuffer& result, const Shape& shape) {
   return check("the result", result, type == ffi::BF16 ? type : ffi::F32, shape);
 }
 
-// x, result: [..., D]. scale: [..., D], one or several; each serves its share of the rows in turn.
+// x, result: [..., D]. scale: [..., D], one or several; each serves an equal share of consecutive
+// rows.
 ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                     ffi::Result<ffi::AnyBuffer> result, float eps) {
   const auto dims = x.dimensions(), scale_dims = scale.dimensions();
