@@ -20,7 +20,8 @@ def _conversation(line: Line) -> Question:
 
 MT_BENCH, VICUNA_BENCH, SPEC_BENCH = (
     WrittenTask(
-        name=name, title=title, file=f"prompts/{name}.jsonl", read=_conversation, judge=unjudged, metric=None,
+        name=name, title=title, file=f"prompts/{name}.jsonl", read=_conversation, judge=unjudged,
+        metric=None,
         max_new_tokens=512, frame="Question: {}\nAnswer:",
     )
     for name, title in (

@@ -109,6 +109,7 @@ def _judge(question: Question, answer: str) -> Verdict:
 
 
 MATH = WrittenTask(
-    name="math", title="MATH: problems of mathematics competitions", file="prompts/math500.jsonl", read=_question, judge=_judge, metric="exact match",
+    name="math", title="MATH: problems of mathematics competitions", file="prompts/math500.jsonl",
+    read=_question, judge=_judge, metric="exact match",
     max_new_tokens=512, stops=("\nProblem:",), shots=4, examples=_examples,
 )  # fmt: skip

@@ -69,11 +69,13 @@ def _judge_task(question: Question, answer: str) -> Verdict:
 
 
 HUMANEVAL = WrittenTask(
-    name="humaneval", title="HumanEval: Python functions to complete", file="prompts/humaneval.jsonl", read=_function, judge=_judge_function,
+    name="humaneval", title="HumanEval: Python functions to complete",
+    file="prompts/humaneval.jsonl", read=_function, judge=_judge_function,
     metric="pass@1", max_new_tokens=512,
     stops=("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert "),
 )  # fmt: skip
 MBPP = WrittenTask(
-    name="mbpp", title="MBPP: short Python programs", file=_MBPP, read=_task, judge=_judge_task, metric="pass@1", max_new_tokens=512,
+    name="mbpp", title="MBPP: short Python programs", file=_MBPP, read=_task, judge=_judge_task,
+    metric="pass@1", max_new_tokens=512,
     stops=("\n# End", "\n# Task:"), shots=3, examples=_examples,
 )  # fmt: skip
