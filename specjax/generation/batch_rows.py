@@ -83,7 +83,8 @@ def admit(
     lengths = jnp.array([len(prompt.tokens)])
     key = None if keys is None else keys[prompt.number][None]
     one = _begin(job.params, job.request, prompt.cache, Rows(jnp.asarray(tokens), lengths, key))
-    return _insert(state, one, row, job.params.mesh)
+    after: DecodeState = _insert(state, one, row, job.params.mesh)
+    return after
 
 
 @jax.jit
@@ -97,7 +98,10 @@ def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | N
 
     def put(row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
         own = own_row(row, state.finished.shape[0], mesh)
-        return jax.tree.map(lambda whole, part: whole.at[own].set(part[0]), state, one)
+        together: DecodeState = jax.tree.map(
+            lambda whole, part: whole.at[own].set(part[0]), state, one
+        )
+        return together
 
     return on_mesh(put, mesh, (row,), (state, one), out=row_specs(state))
 
@@ -160,6 +164,7 @@ def empty_rows(job: Job, rows: int, keys: jax.Array | None) -> DecodeState:
     def state() -> DecodeState:
         ones = jnp.ones(rows, jnp.int32)
         blanks = jax.tree.map(blank, one)
-        return dataclasses.replace(blanks, lengths=ones, finished=ones > 0)
+        finished: DecodeState = dataclasses.replace(blanks, lengths=ones, finished=ones > 0)
+        return finished
 
     return blank_rows(state, job.params.mesh)

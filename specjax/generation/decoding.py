@@ -107,7 +107,10 @@ def decode_request(
     key: jax.Array | None = None,
 ) -> DecodeResult:
     """`decode` with its options already made into a request."""
-    return _decode(params, *checked_rows(params, request, prompt, prompt_lengths, key))
+    decoded: DecodeResult = _decode(
+        params, *checked_rows(params, request, prompt, prompt_lengths, key)
+    )
+    return decoded
 
 
 def start(
@@ -131,7 +134,8 @@ def start_request(
     key: jax.Array | None = None,
 ) -> DecodeState:
     """`start` with its options already made into a request."""
-    return _start(params, *checked_rows(params, request, prompt, prompt_lengths, key))
+    after: DecodeState = _start(params, *checked_rows(params, request, prompt, prompt_lengths, key))
+    return after
 
 
 def checked_rows(

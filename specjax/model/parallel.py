@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params, stored
 
+T = TypeVar("T")
 DATA, TENSOR = "data", "tensor"
 ROWS = P(DATA)
 _PER_INPUT = ("order", "columns")  # parts of a weight that count its inputs, not its outputs
@@ -97,7 +98,8 @@ def shard(params: Params, mesh: Mesh) -> Params:
 
     params = stored(params)
     placed = jax.tree.map(place, params, _model_specs(params, mesh))
-    return dataclasses.replace(placed, mesh=mesh)
+    model: Params = dataclasses.replace(placed, mesh=mesh)
+    return model
 
 
 def weight_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -157,12 +159,12 @@ def _describe(mesh: Mesh | None) -> str:
 
 
 def on_mesh(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     mesh: Mesh | None,
     shared: tuple[Any, ...],
     rows: tuple[Any, ...],
     out: Any = None,
-) -> Any:
+) -> T:
     """Calls function(*shared, *rows) on every device of a mesh with its own parts.
 
     Args:
@@ -180,9 +182,10 @@ def on_mesh(
         out = row_specs(jax.eval_shape(function, *shared, *rows))
     in_specs = (*_model_specs(shared, mesh), *row_specs(rows))
     # All devices of a tensor group return equal results, which JAX cannot know.
-    return jax.shard_map(
+    result: T = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False
     )(*shared, *rows)  # fmt: skip
+    return result
 
 
 def _is_params(value: Any) -> bool:
@@ -223,20 +226,22 @@ def row_specs(tree: Any) -> Any:
     return jax.tree.map(spec, tree, is_leaf=lambda value: isinstance(value, KVCache))
 
 
-def blank_rows(build: Callable[[], Any], mesh: Mesh | None) -> Any:
+def blank_rows(build: Callable[[], T], mesh: Mesh | None) -> T:
     """Calls `build`; every device makes its own part of the arrays, which have rows first."""
     if mesh is None:
         return build()
     specs = row_specs(jax.eval_shape(build))
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
-    return jax.jit(build, out_shardings=shardings)()
+    blanks: T = jax.jit(build, out_shardings=shardings)()
+    return blanks
 
 
-def readable(tree: Any, mesh: Mesh | None) -> Any:
+def readable(tree: T, mesh: Mesh | None) -> T:
     """Returns the same arrays, whole in every process."""
     if mesh is None or not mesh.is_multi_process:
         return tree
-    return _replicate(tree, mesh)
+    whole: T = _replicate(tree, mesh)
+    return whole
 
 
 @partial(jax.jit, static_argnames="mesh")
@@ -252,7 +257,8 @@ def gather(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     """Returns all `size` entries of an axis of which the device may hold a part."""
     if x.shape[axis] == size:
         return x
-    return lax.all_gather(x, TENSOR, axis=axis % x.ndim, tiled=True)
+    whole: jax.Array = lax.all_gather(x, TENSOR, axis=axis % x.ndim, tiled=True)
+    return whole
 
 
 def own_part(x: jax.Array, size: int) -> jax.Array:
@@ -270,7 +276,9 @@ def embed(embedding: jax.Array | Bfloat16Weight, tokens: jax.Array, vocab_size: 
     own = tokens - lax.axis_index(TENSOR) * held
     is_own = (own >= 0) & (own < held)
     x = take_rows(embedding, jnp.where(is_own, own, 0))
-    return lax.psum(jnp.where(is_own[..., None], x, 0), TENSOR)  # only one term is not zero: exact
+    # Only one term of the sum is not zero, so it is exact.
+    found: jax.Array = lax.psum(jnp.where(is_own[..., None], x, 0), TENSOR)
+    return found
 
 
 def own_row(row: jax.Array, rows: int, mesh: Mesh | None) -> jax.Array:
@@ -286,4 +294,5 @@ def everywhere(flag: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Whether a flag is set in every group of devices."""
     if mesh is None:
         return flag
-    return lax.pmin(flag.astype(jnp.int32), DATA) > 0
+    every: jax.Array = lax.pmin(flag.astype(jnp.int32), DATA) > 0
+    return every

@@ -112,7 +112,8 @@ def prepack(params: Params) -> Params:
     for index, weight in enumerate(weights):
         if weight is not looked_up:
             weights[index] = prepack_weight(weight)
-    return jax.tree.unflatten(structure, weights)
+    model: Params = jax.tree.unflatten(structure, weights)
+    return model
 
 
 def prepack_weight(weight: Weight) -> Weight:
@@ -122,7 +123,8 @@ def prepack_weight(weight: Weight) -> Weight:
 
 def stored(params: Params) -> Params:
     """Returns the same model row by row, as checkpoints hold it: the inverse of `prepack`."""
-    return jax.tree.map(by_rows, params, is_leaf=is_format)
+    model: Params = jax.tree.map(by_rows, params, is_leaf=is_format)
+    return model
 
 
 def held(weight: Weight, dtype: str) -> Weight:

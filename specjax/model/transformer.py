@@ -170,7 +170,8 @@ def norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], config: ModelConfig, dtype: jnp.dtype
 ) -> Float[Array, "*rows D"]:
     """Applies the root-mean-square norm over the last axis and rounds to `dtype`."""
-    return rms_norm(x, scale, config.rms_norm_eps, dtype)
+    normed: jax.Array = rms_norm(x, scale, config.rms_norm_eps, dtype)
+    return normed
 
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:

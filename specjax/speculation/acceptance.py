@@ -173,7 +173,8 @@ def _remainder(p: jax.Array, q: jax.Array) -> jax.Array:
 def _at(values: jax.Array, index: jax.Array) -> jax.Array:
     """values[b, index[b]], zeros past the end. [B, N, …] -> [B, …]."""
     padded = jnp.pad(values, ((0, 0), (0, 1), *((0, 0),) * (values.ndim - 2)))
-    return jax.vmap(lambda row, i: row[i])(padded, index)
+    found: jax.Array = jax.vmap(lambda row, i: row[i])(padded, index)
+    return found
 
 
 def _meant(proposed: jax.Array, drafted: jax.Array) -> jax.Array:

@@ -83,7 +83,8 @@ def _line_up(cache: KVCache, state: DecodeState, verified: Verified) -> KVCache:
         return cache.move(source[:, None], target[:, None])
 
     # Node i of a path has number i or more, so no entry is overwritten before it is read.
-    return lax.fori_loop(0, jnp.max(count), move, cache)
+    moved: KVCache = lax.fori_loop(0, jnp.max(count), move, cache)
+    return moved
 
 
 def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array]:

@@ -129,7 +129,8 @@ def seen_tokens(
         return seen.at[place].set(True, mode="drop")
     drafted = jax.nn.one_hot(following, vocab_size, dtype=jnp.bool_)
     seen = jnp.concatenate((before[:, None], drafted), axis=1)
-    return lax.associative_scan(jnp.logical_or, seen, axis=1)
+    array: jax.Array = lax.associative_scan(jnp.logical_or, seen, axis=1)
+    return array
 
 
 def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
