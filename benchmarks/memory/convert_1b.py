@@ -1,10 +1,10 @@
-"""How long converting a model of a billion parameters takes, and how much memory.
+"""Measures the time and memory of converting a model of a billion parameters.
 
-Writes random weights in the shape of Llama 3.2 1B (bfloat16, two shards) and converts them to 4
-bits with round-to-nearest in a process of its own. The claim: the peak of that process stays below
-the quantized model plus one shard plus what the interpreter and JAX need anyway. With --kill N,
-also converts N times more, kills each process at a random moment and checks that the output is
-whole or absent.
+The script writes random weights in the shape of Llama 3.2 1B (bfloat16, two shards) and converts
+them to 4 bits with round-to-nearest in a process of its own. The claim: the peak memory of that
+process stays below the quantized model plus one shard plus the memory of the interpreter and JAX.
+With --kill N the script starts N more conversions, kills each at a random moment, and checks that
+the output is whole or absent.
 
     python -m benchmarks.memory.convert_1b /tmp/convert_1b --json result.json --kill 20
 """
@@ -108,7 +108,7 @@ def start(source: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def measure(source: Path, out: Path) -> dict[str, Any]:
-    """One whole conversion: seconds, memory, and the bound that it should keep."""
+    """One whole conversion: its seconds, its memory, and the bound on the memory."""
     started = time.perf_counter()
     process = start(source, out)
     output, _ = process.communicate()
@@ -133,7 +133,7 @@ def measure(source: Path, out: Path) -> dict[str, Any]:
 
 
 def kill_runs(source: Path, out: Path, runs: int, seconds: float) -> dict[str, int]:
-    """Kills conversions at random moments. Raises if one leaves a part of a checkpoint."""
+    """Kills conversions at random moments. Raises if one leaves part of a checkpoint."""
     moments = random.Random(0)
     counts = {"killed_absent": 0, "killed_whole": 0}
     for _ in range(runs):
@@ -152,7 +152,7 @@ def kill_runs(source: Path, out: Path, runs: int, seconds: float) -> dict[str, i
 
 
 def leftovers(out: Path) -> list[Path]:
-    """What of the killed runs the next whole one has not removed."""
+    """Files of killed runs that the next whole run has not removed."""
     return list(out.parent.glob(f".{out.name}.*"))
 
 

@@ -1,9 +1,10 @@
-"""What decoding costs in time and memory, and what it does not depend on.
+"""Measures the time and memory of decoding, and that neither grows with the cache's capacity.
 
-Memory: bytes of the live arrays after a round, and of the temporaries of one round's program and
-of the whole `decode` program, QSpec beside plain decoding. Time: one round at cache capacities of
-256, 2048 and 16384 slots with the same context; and the number of programs compiled while the loop
-runs. Ends with status 1 if QSpec's live bytes exceed plain decoding's by more than 1 %.
+Memory: the bytes of the live arrays after a round, and of the temporaries of one round's program
+and of the whole `decode` program, for QSpec and for plain decoding. Time: one round at cache
+capacities of 256, 2048 and 16384 slots with the same context, and the number of programs compiled
+while the loop runs. The exit status is 1 if QSpec's live bytes exceed plain decoding's by more than
+1 %.
 
     python -m benchmarks.memory.footprint --json OUT
 """
@@ -64,7 +65,7 @@ def _measure(
     slots: int,
     count: int,
 ) -> dict[str, Any]:
-    """One row: `count` rounds of one drafter, and the programs it is compiled to."""
+    """One row: `count` rounds of one drafter, and the programs compiled for it."""
     options = {
         "drafter": drafter, "max_new_tokens": 128, "stop_tokens": (), "cache_capacity": slots,
     }  # fmt: skip
@@ -105,13 +106,13 @@ def _temporaries(lowered: jax.stages.Lowered) -> int:
 def _lower_decode(
     params: specjax.Params, prompt: list[list[int]], options: dict[str, Any]
 ) -> jax.stages.Lowered:
-    """The whole program of `specjax.decode`. Its temporaries hold the state, the cache included."""
+    """The whole program of `specjax.decode`. Its temporaries include the state and its cache."""
     request = Request.make(params, **options)
     return _decode.lower(params, *checked_rows(params, request, prompt))
 
 
 def _print_slowdown(rows: list[dict[str, Any]]) -> None:
-    """How much longer a round takes at the largest capacity than at the smallest."""
+    """Prints the time of a round at the largest capacity over that at the smallest."""
     times = {(row["drafter"], row["capacity"]): row["round_ms"] for row in rows}
     for drafter in dict.fromkeys(row["drafter"] for row in rows):
         ratio = times[drafter, max(CAPACITIES)] / times[drafter, min(CAPACITIES)]

@@ -1,8 +1,8 @@
-"""One model on one device and over meshes: outputs, bytes per device, collectives and speed.
+"""Compares one model on one device and over meshes: outputs, bytes per device, collectives, speed.
 
-The devices are the machine's own, or virtual ones of its CPU. Those share its cores and its memory:
-they show that the outputs are equal, where the bytes are and what is moved, but no gain in speed.
-The model is a checkpoint, or random 4-bit weights with eight key-value heads.
+The devices are the machine's own, or virtual devices of its CPU. Virtual devices share the cores
+and the memory, so they show equal outputs, bytes and collectives, but no gain in speed. The model
+is a checkpoint, or random 4-bit weights with eight key-value heads.
 
     python -m benchmarks.memory.parallel --json OUT
 """
@@ -30,8 +30,8 @@ ITEM_BYTES = {"pred": 1, "u8": 1, "s8": 1, "u16": 2, "bf16": 2, "f16": 2, "s32":
 
 def main() -> None:
     parse = parser(__doc__)
-    parse.add_argument("--model", help="a checkpoint; random weights without it")
-    parse.add_argument("--virtual", type=int, default=8, help="devices to make of the CPU")
+    parse.add_argument("--model", help="a checkpoint; default: random weights")
+    parse.add_argument("--virtual", type=int, default=8, help="virtual devices of the CPU")
     parse.add_argument("--rows", type=int, default=4)
     parse.add_argument("--max-new-tokens", type=int, default=64)
     options = parse.parse_args()
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def random_model() -> specjax.Params:
-    """Four layers of the shape of a small Llama: 4 bits, eight key-value heads."""
+    """Four layers in the shape of a small Llama: 4 bits, eight key-value heads."""
     config = specjax.ModelConfig(
         vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_layers=4, num_heads=16,
         num_kv_heads=8, head_dim=64, max_position_embeddings=2048,
@@ -100,7 +100,7 @@ def random_model() -> specjax.Params:
 def decode(
     params: specjax.Params, prompt: np.ndarray, new: int
 ) -> tuple[specjax.DecodeResult, float]:
-    """What QSpec makes of the prompts, and the seconds of the second call."""
+    """QSpec's output for the prompts, and the seconds of the second call."""
     for _ in range(2):
         begin = time.perf_counter()
         result = jax.block_until_ready(
@@ -111,7 +111,7 @@ def decode(
 
 
 def device_bytes(tree: Any) -> Counter[jax.Device]:
-    """Bytes that every device holds of some arrays."""
+    """Bytes of the arrays on every device."""
     held: Counter[jax.Device] = Counter()
     for leaf in jax.tree.leaves(tree):
         for part in leaf.addressable_shards:
@@ -126,7 +126,7 @@ def collectives(
     program = jax.jit(specjax.decode, static_argnames="max_new_tokens")
     text = program.lower(params, prompt, max_new_tokens=new, **options).compile().as_text()
     found: Counter[tuple[tuple[str, Any], ...]] = Counter()
-    # An instruction reads "%name = bf16[2,8]{1,0} all-gather(…)"; several results have brackets.
+    # An instruction reads "%name = bf16[2,8]{1,0} all-gather(…)"; several results are in brackets.
     for results, kind in re.findall(rf"= (\(?.*?\)?) ({COLLECTIVES})(?:-start)?\(", text):
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
             size = int(np.prod([int(n) for n in shape.split(",") if n]))

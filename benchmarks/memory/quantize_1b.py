@@ -1,9 +1,9 @@
-"""What quantizing a model of a billion parameters costs, and that a killed run ends the same.
+"""Measures quantizing a model of a billion parameters, and checks that a killed run ends the same.
 
 Random weights in the shape of Llama 3.2 1B (those of `convert_1b`) are quantized by
 `specjax convert --quantize`, every method in a process of its own, the calibrated ones on 16
-sequences of 512 tokens of WikiText-2. The claims: each method stays within its time and within
-6 GB, and a run that is killed halfway and started again writes the same arrays bit for bit.
+sequences of 512 tokens of WikiText-2. The claims: each method keeps to its time and to 6 GB, and a
+run that is killed halfway and started again writes the same arrays bit for bit.
 
     python -m benchmarks.memory.quantize_1b /tmp/quantize_1b --kill gptq --json result.json
 """
@@ -28,7 +28,7 @@ from checkpoints_tools.quantization.recipe import Recipe
 
 METHODS = ("rtn", "mxfp4", "gptq", "awq", "atom")
 SEQUENCES, LENGTH = 16, 512
-SECONDS, CALIBRATED_SECONDS = 60, 1800  # within which a method should be done, on two cores
+SECONDS, CALIBRATED_SECONDS = 60, 1800  # limits for a method, on two cores
 BYTES = 6e9
 
 CHILD = """
@@ -47,12 +47,12 @@ def main() -> int:
     parse = parser(__doc__)
     parse.add_argument("folder", type=Path, help="where to write; needs 6 GB")
     parse.add_argument("--methods", nargs="+", default=METHODS)
-    parse.add_argument("--kill", nargs="*", default=(), help="methods to kill and resume as well")
+    parse.add_argument("--kill", nargs="*", default=(), help="methods to kill and resume too")
     options = parse.parse_args()
     source, out = options.folder / "source", options.folder / "out"
     if not source.exists():
         write_source(source)
-        # Any tokenizer within the vocabulary serves: the weights are random.
+        # Any tokenizer within the vocabulary will do, because the weights are random.
         shutil.copy(options.data / "tokenizers" / "gpt2" / "tokenizer.json", source)
     rows: list[dict[str, Any]] = []
     for method in options.methods:
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _arguments(source: Path, method: str, data: Path) -> list[str]:
-    """The arguments of `specjax convert`, without where the checkpoint goes."""
+    """The arguments of `specjax convert`, without the output directory."""
     arguments = ["convert", str(source), "--quantize", method]
     if Recipe(method).needs_calibration:
         arguments += ["--calibration", str(data / "texts" / "wikitext2_valid.txt")]
@@ -86,7 +86,7 @@ def start(arguments: list[str], out: Path) -> subprocess.Popen[str]:
 
 
 def measure(arguments: list[str], out: Path) -> dict[str, Any]:
-    """One whole quantization: seconds on the clock and of all processors, and peak memory."""
+    """One whole quantization: seconds of wall and processor time, and peak memory."""
     started = time.perf_counter()
     process = start(arguments, out)
     output, _ = process.communicate()
@@ -96,7 +96,7 @@ def measure(arguments: list[str], out: Path) -> dict[str, Any]:
 
 
 def kill_and_resume(arguments: list[str], whole: Path, seconds: float) -> dict[str, Any]:
-    """Kills a run after half of the seconds that the whole one took, and ends it in another."""
+    """Kills a run after half the time of the whole one, and resumes it in another process."""
     out = whole.with_name(f"{whole.name}-resumed")
     process = start(arguments, out)
     try:

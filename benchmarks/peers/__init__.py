@@ -1,12 +1,12 @@
-"""Other engines' decode step, to stand beside ours in benchmarks/speed/decode_step.py.
+"""The decode step of other engines, for comparison in benchmarks/speed/decode_step.py.
 
-Each module measures one engine in its own process and in the peers' own Python environment: it
-reads the shape from here, imports nothing of ours that needs jax, and prints one line of JSON per
+Each module measures one engine in its own process and in the peers' own Python environment. It
+reads the shape from here, imports nothing that needs jax, and prints one line of JSON per
 measurement. It makes its own model with random weights and keeps it for the next run.
 
 Every engine decodes with all cores, one new token per row and call, without sampling. Row 0's
-prompt is copied to the other rows' own cache entries. The steps measured lie around the context
-asked for: as many before it as after it.
+prompt is copied to the cache entries of the other rows. Half of the measured steps lie before the
+requested context, half after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Llama-3.2-1B, but for the tied embedding: a head of its own, so that each has its own precision.
+# Llama-3.2-1B with a head of its own, so that the head and the embedding have their own precision.
 SHAPE = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16,
     "num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
@@ -44,7 +44,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def made(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made first if it is not there; under another name until it is whole."""
+    """Makes `path` unless it exists, under another name until it is whole. Returns it."""
     if not path.exists():
         partial = path.with_name(f"{path.name}.partial")
         if partial.is_dir():
@@ -66,7 +66,7 @@ def prompt_length(context: int) -> int:
 def measure(
     engine: str, version: str, head: str, batch: int, context: int, step: Callable[[], object]
 ) -> None:
-    """Prints one line: the median, over ROUNDS, of a step's seconds; a first round warms up."""
+    """Prints one line: the median over ROUNDS of a step's seconds, after a round to warm up."""
     times = []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()

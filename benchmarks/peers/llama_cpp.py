@@ -1,10 +1,10 @@
-"""llama.cpp through its C interface, on GGUF files with random weights in Q4_0 and in Q8_0.
+"""Measures llama.cpp through its C interface, on GGUF files of random weights in Q4_0 and Q8_0.
 
     pip install gguf llama-cpp-python==0.3.36
 
-pip compiles llama.cpp for the machine's own instruction set, in ten minutes on two cores. Where
-that has AMX, let clang do it (CC=clang CXX=clang++): gcc 12 moves tile loads, and what it makes
-crashes. The low-level interface follows llama.cpp's and changes with it: hence the version.
+pip compiles llama.cpp for the machine's own instruction set, in ten minutes on two cores. On a
+machine with AMX, compile it with clang (CC=clang CXX=clang++): gcc 12 moves tile loads, and its
+program crashes. The version is fixed because the low-level interface changes with llama.cpp.
 
     python -m benchmarks.peers.llama_cpp [--batch 1 8] [--context 128 2048]
 """
@@ -27,7 +27,7 @@ ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 
 def write_model(path: Path, *, weight_format: str, layers: int) -> None:
-    """A GGUF file of the shape: all matrices in one format, a vocabulary of nameless tokens."""
+    """Writes a GGUF file of the shape: all matrices in one format, and tokens without names."""
     shape = peers.SHAPE
     kind = gguf.GGMLQuantizationType[weight_format]
     rng = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def write_model(path: Path, *, weight_format: str, layers: int) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
 
     def matrix(name: str, rows: int, columns: int) -> None:
-        # A few random rows, over and over: the time does not depend on the values.
+        # A few random rows repeat, because the time does not depend on the values.
         few = gguf.quantize(rng.normal(0, 0.02, (64, columns)).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", np.tile(few, (rows // 64, 1)), raw_dtype=kind)
 
@@ -87,7 +87,7 @@ class Decoder:
         options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.context = llama.llama_init_from_model(model, options)
         if self.context is None:
-            raise RuntimeError(f"llama.cpp made no context of {options.n_ctx} tokens")
+            raise RuntimeError(f"llama.cpp could not make a context of {options.n_ctx} tokens")
         self.tokens = llama.llama_batch_init(options.n_batch, 0, 1)
         self.batch = batch
         self.position = 0
@@ -99,7 +99,7 @@ class Decoder:
         self.position = length
 
     def step(self) -> None:
-        """One new token for each sequence."""
+        """Decodes one new token for each sequence."""
         self._decode([(row, self.position) for row in range(self.batch)])
         self.position += 1
 
@@ -124,7 +124,7 @@ class Decoder:
 
 @llama.llama_log_callback
 def errors_only(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """llama.cpp tells its terminal all that it does; only errors are of use here."""
+    """Lets llama.cpp print errors only."""
     if level == ERROR:
         sys.stderr.write(text.decode())
 

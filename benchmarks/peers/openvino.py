@@ -1,9 +1,9 @@
-"""OpenVINO's runtime on a stateful int4 model with random weights (groups of 128, int4 head).
+"""Measures OpenVINO on a stateful int4 model of random weights (groups of 128, int4 head).
 
     pip install openvino optimum-intel nncf
 
-The model is Hugging Face's, exported by optimum-intel and compressed by nncf: the files that
-OpenVINO GenAI reads. GenAI itself needs a tokenizer and samples, so its runtime is called without.
+The model is Hugging Face's, exported by optimum-intel and compressed by nncf. OpenVINO GenAI reads
+the same files, but needs a tokenizer and samples, so the script calls the runtime itself.
 
     python -m benchmarks.peers.openvino [--batch 1 8] [--context 128 2048]
 """
@@ -24,7 +24,7 @@ PROMPT_CHUNK = 256  # the exported model returns the logits of every token
 
 
 def write_model(folder: Path, *, layers: int) -> None:
-    """An OpenVINO model of the shape: exported in 16 bits, then compressed."""
+    """Makes an OpenVINO model of the shape: exported in 16 bits, then compressed."""
     import torch
     from optimum.exporters.openvino import export_from_model
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -63,11 +63,11 @@ class Decoder:
         self.batch = batch
 
     def step(self) -> None:
-        """One new token for each sequence."""
+        """Decodes one new token for each sequence."""
         self._infer(1)
 
     def _infer(self, new: int) -> None:
-        """Token 1, `new` times in each sequence."""
+        """Decodes token 1 `new` times in each sequence."""
         stop = self.position + new
         positions = np.arange(self.position, stop)
         self.request.infer(

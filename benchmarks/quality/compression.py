@@ -1,14 +1,14 @@
-"""Tokens per verification of the drafters without a model: SPECTRA's table 2, figures 3 and 6.
+"""Counts tokens per verification for drafters without a model: SPECTRA's table 2, figures 3 and 6.
 
-Every drafter on the same real prompts of four kinds, greedily, where each output is compared with
-plain decoding's, and sampled with several seeds; then where accepted tokens came from, guesses as
-the last level below a draft model, and what the choices that the paper leaves open are worth.
+Every drafter decodes the same real prompts of four kinds: greedily, with each output compared with
+plain decoding's, and sampled with several seeds. Further parts measure the sources of accepted
+tokens, guesses as the last level below a draft model, and the choices that the paper leaves open.
 
     python -m benchmarks.quality.compression --json OUT
 
-The datastores hold no prompts: GSM8K's training part, Python's standard library and books, of each
-as many sequences, of which the same number is kept: those that the model finds the least
-surprising, or (without refinement) the first after shuffling.
+The datastores hold no prompts, and equally many sequences of GSM8K's training set, of Python's
+standard library and of books. Refinement keeps those that the model finds least surprising; without
+refinement the first after shuffling are kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Setup(NamedTuple):
-    """What every part needs. kinds, prompts: of equal length; texts: refined and unrefined."""
+    """The inputs of every part. kinds and prompts have equal length."""
 
     params: Params
     kinds: list[str]
@@ -74,8 +74,13 @@ class Setup(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """tokens: int32[prompts, W]; stats and levels, per prompt; gained: int32[rounds], tokens of all
-    prompts together; seen: of every round what `look` saw before it, and what came out."""
+    """The result of `decode`.
+
+    tokens: int32[prompts, W].
+    stats, levels: per prompt.
+    gained: int32[rounds], the tokens of all prompts together.
+    seen: per round, the result of `look` before it, and the tokens that it gained.
+    """
 
     tokens: np.ndarray
     stats: Stats
@@ -118,17 +123,17 @@ def _options() -> Any:
     add("--model", default="tiny", help="a 4-bit model")
     add("--wide", default="tiny-16bit", help="a 16-bit model, whose cast drafts for it")
     add("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    add("--drafters", nargs="+", help="names, such as CORE; all of them if not given")
+    add("--drafters", nargs="+", help="names, such as CORE; default: all")
     add("--prompts", type=int, default=24, help="prompts per kind")
-    add("--fewer", type=int, default=8, help="the same, for all parts but greedy")
-    add("--max-prompt", type=int, default=160, help="tokens of a prompt that are used")
+    add("--fewer", type=int, default=8, help="prompts per kind for all parts except greedy")
+    add("--max-prompt", type=int, default=160, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=128)
     add("--batch", type=int, default=8)
     add("--seeds", type=int, default=3, help="sampled texts per prompt")
     add("--temperature", type=float, default=1.0)
     add("--sequences", type=int, default=2000, help="sequences per corpus")
-    add("--keep", type=int, default=1000, help="how many of them a datastore holds")
-    add("--stores", type=Path, help="keep the datastores here, or find them")
+    add("--keep", type=int, default=1000, help="sequences per corpus that a datastore holds")
+    add("--stores", type=Path, help="directory that keeps the datastores")
     return parse.parse_args()
 
 
@@ -154,7 +159,7 @@ def drafters(setup: Setup) -> dict[str, Drafter]:
 
 
 def _greedy(setup: Setup) -> Rows:
-    """All prompts; if in batches, then some of them one at a time as well."""
+    """All prompts. In batches, some prompts are also decoded one at a time."""
     batch = setup.options.batch
     runs = [(setup, batch)] if batch == 1 else [(setup, batch), (setup.subset(2), 1)]
     plain = [decode(own, Autoregressive(), batch=rows) for own, rows in runs]
@@ -169,14 +174,14 @@ def _greedy(setup: Setup) -> Rows:
 
 
 def _sampled(setup: Setup) -> Rows:
-    """Means over the seeds; error: the standard error of `mean`, from seed to seed."""
+    """Means over the seeds. `error` is the standard error of `mean` over the seeds."""
     seeds = range(setup.options.seeds)
     for name, drafter in drafters(setup).items():
         yield {"drafter": name, **_mean_of_seeds(setup, drafter, seeds)}
 
 
 def _levels(setup: Setup) -> Rows:
-    """CORE below a draft; draft_passes: passes of the drafting model per token that came out."""
+    """CORE below a draft. `draft_passes` is the draft model's passes per generated token."""
     wide = specjax.load(setup.options.wide)
     cast = specjax.quantize(wide, "mxfp4", lm_head=True)
     drafts = {
@@ -201,7 +206,7 @@ def _levels(setup: Setup) -> Rows:
 
 
 def _sources(setup: Setup) -> Rows:
-    """Of what each source guesses in a run of SPECTRA, all of it, how much came; per round."""
+    """Guessed and accepted tokens of each source in a run of SPECTRA, per round."""
     drafter = Combined(Spectra(), Retrieval(setup.refined))
 
     @jax.jit
@@ -234,7 +239,7 @@ def _sources(setup: Setup) -> Rows:
 
 
 def _hits(sequences: np.ndarray, lengths: np.ndarray, emitted: np.ndarray) -> tuple[int, int]:
-    """How many tokens a source guessed, shared ones once, and how many of these came."""
+    """Tokens that a source guessed, shared ones counted once, and how many were generated."""
     guessed = {
         tuple(sequence[:end])
         for sequence, length in zip(sequences.tolist(), lengths, strict=True)
@@ -245,7 +250,7 @@ def _hits(sequences: np.ndarray, lengths: np.ndarray, emitted: np.ndarray) -> tu
 
 
 def _choices(setup: Setup) -> Rows:
-    """SPECTRA-CORE otherwise than it is: greedy, and one sampled text per prompt."""
+    """SPECTRA-CORE with other options: greedy, and one sampled text per prompt."""
     for fields in CHOICES:
         drafter = Spectra(**fields)
         greedy = _ratios(setup, decode(setup, drafter))
@@ -266,12 +271,12 @@ def decode(
     batch: int | None = None,
     look: Callable[[DecodeState], Any] | None = None,
 ) -> Decoded:
-    """All prompts, round by round. A row's key is that of its prompt, whatever its batch."""
+    """Decodes all prompts round by round. A row's key belongs to its prompt, not to its batch."""
     batch = setup.options.batch if batch is None else batch
     width, count = max(map(len, setup.prompts)), len(setup.prompts)
     finished, gained, seen = [], np.zeros(setup.options.max_new_tokens, int), []
     for begin in range(0, count, batch):
-        numbers = np.arange(begin, begin + batch) % count  # the last batch begins anew
+        numbers = np.arange(begin, begin + batch) % count  # the last batch starts over
         tokens, lengths = pad([setup.prompts[i] for i in numbers], width)
         keys = None
         if sampling is not None:
@@ -296,7 +301,7 @@ def decode(
 
 
 def _ratios(setup: Setup, done: Decoded) -> dict[str, float]:
-    """Tokens per verification, by kind and on average; tokens drafted per round."""
+    """Tokens per verification by kind and on average, and tokens drafted per round."""
     kinds = np.array(setup.kinds)
     ratios = {
         kind: float(
@@ -321,7 +326,7 @@ def _differing(done: Decoded, plain: Decoded) -> int:
 
 
 def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any) -> list[Datastore]:
-    """With and without refinement, from the same texts."""
+    """Datastores with and without refinement, from the same texts."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.stores or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -345,13 +350,13 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
 
 
 def write_corpus(path: Path, texts: Sequence[str]) -> Path:
-    """The texts as JSON lines, for `datastore build`."""
+    """Writes the texts as JSON lines, for `datastore build`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
 def corpora(options: Any) -> dict[str, list[str]]:
-    """Shuffled texts of about 800 characters, a sequence each."""
+    """Shuffled texts of about 800 characters, one sequence each."""
     with (options.data / "prompts" / "gsm8k_train.jsonl").open() as lines:
         problems = [json.loads(line) for line in lines]
     with gzip.open(options.data / "texts" / "classic_books.jsonl.gz", "rt") as lines:
@@ -368,7 +373,7 @@ def corpora(options: Any) -> dict[str, list[str]]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut at ends of lines."""
+    """Cuts at ends of lines."""
     pieces, piece = [], ""
     for line in text.splitlines(keepends=True):
         piece += line

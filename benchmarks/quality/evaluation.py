@@ -1,11 +1,11 @@
-"""Is what `specjax evaluate` says right, and does it survive?
+"""Checks that `specjax evaluate` gives the right scores, and that a killed run resumes.
 
-table      QSpec's table 3 on one model, quantized by Atom and by QuaRot: no answer of QSpec may
-           differ from W4A16's
-harness    PIQA's choices and GSM8K's answers, item by item those of lm-evaluation-harness with
-           specjax as its model (`pip install "specjax[lm-eval]"`)
-kills      a run that is killed ten times at random, and taken up again each time: its file must
-           be byte for byte that of a run that was left alone
+table      QSpec's table 3 on one model, quantized by Atom and by QuaRot. No answer of QSpec may
+           differ from W4A16's.
+harness    PIQA's choices and GSM8K's answers, compared item by item with lm-evaluation-harness
+           on specjax (`pip install "specjax[lm-eval]"`).
+kills      A run that is killed ten times at random and resumed each time. Its file must equal that
+           of an undisturbed run, byte for byte.
 
 python -m benchmarks.quality.evaluation --json OUT
 """
@@ -122,8 +122,8 @@ def _harness(options: Any) -> list[dict[str, Any]]:
 
 
 def _harness_samples(params: Any, tokenizer: Any, options: Any) -> dict[str, list[dict[str, Any]]]:
-    """By task, the harness's records of the items, in their order."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when its libraries are imported
+    """The harness's records of the items of every task, in order."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before its libraries are imported
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -167,7 +167,7 @@ def _command(options: Any, out: Path) -> list[str]:
 
 
 def _kill(options: Any, out: Path, rng: random.Random) -> int:
-    """Starts a run and kills it some items later. Returns the lines that the file then has."""
+    """Starts a run and kills it some items later. Returns the number of lines in its file."""
     lines = len(out.read_bytes().splitlines()) if out.exists() else 1
     process = subprocess.Popen(
         _command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

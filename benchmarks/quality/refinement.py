@@ -1,9 +1,9 @@
-"""What is a corpus worth that was refined by perplexity (SPECTRA, section 3.2), and why so much?
+"""Measures what refining a corpus by perplexity gains (SPECTRA, section 3.2).
 
-Tokens that a look-up gains, in text that the model wrote, from datastores of the same corpora: of
-all their sequences, of half or a quarter of them at random, and of those that the model finds the
-least or the most surprising. No drafts are verified: what plain decoding wrote is what any drafter
-would have led to. Every look-up has the budget of REST, 64 nodes.
+The script counts the tokens that a look-up gains in text that the model wrote. Its datastores hold
+all sequences of the same corpora, a random half or quarter, or those that the model finds least or
+most surprising. No drafts are verified, because every drafter leads to the text of plain decoding.
+Every look-up has the budget of REST, 64 nodes.
 
     python -m benchmarks.quality.refinement --json OUT
 """
@@ -61,7 +61,7 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny")
     add("--prompts", type=int, default=25, help="prompts per kind")
-    add("--max-prompt", type=int, default=160, help="tokens of a prompt that are used")
+    add("--max-prompt", type=int, default=160, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=128)
     add("--sequences", type=int, default=2000, help="texts per corpus")
     return parse.parse_args()
@@ -70,7 +70,7 @@ def _options() -> Any:
 def _written(
     params: Params, prompts: list[list[int]], sampling: Sampling | None, options: Any
 ) -> DecodeState:
-    """All prompts as before the first round, but with what plain decoding writes after them."""
+    """All prompts as before the first round, followed by the text of plain decoding."""
     tokens, lengths = pad(prompts, max(map(len, prompts)))
     key = None if sampling is None else jax.random.key(0)
     arguments: dict[str, Any] = {
@@ -85,7 +85,7 @@ def _written(
 def _scored(
     params: Params, tokenizer: specjax.text.Tokenizer, options: Any
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """The sequences of all corpora; the share of its corpus that is less surprising; nats."""
+    """Per sequence: its tokens, the share of its corpus that is less surprising, and its nats."""
     sequences: list[np.ndarray] = []
     shares, nats = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def _scored(
 
 
 def _choices(shares: np.ndarray) -> dict[str, np.ndarray]:
-    """Which sequences a datastore holds."""
+    """The sequences that each datastore holds, bool[sequences]."""
     chance = np.random.default_rng(0).random(len(shares))
     quarters = {
         f"{name} quarter": (shares >= 0.25 * index) & (shares < 0.25 * (index + 1))
@@ -118,7 +118,7 @@ def _choices(shares: np.ndarray) -> dict[str, np.ndarray]:
 def gained_per_prompt(
     params: Params, drafter: Retrieval, state: DecodeState, new_tokens: int
 ) -> np.ndarray:
-    """Tokens that a proposal gains at an average place of what was written, f64[prompts]."""
+    """Tokens that a proposal gains at an average position of the text, f64[prompts]."""
 
     @jax.jit
     def propose(drafter: Retrieval, state: DecodeState) -> Proposal:
@@ -136,11 +136,14 @@ def gained_per_prompt(
 
 
 def _gained(proposal: Proposal, following: np.ndarray) -> np.ndarray:
-    """The longest path of each row's tree that came. following: int[B, depth] -> int[B]."""
+    """The longest path of each row's tree that the text follows.
+
+    following: int[B, depth], the next tokens of the text. Returns int[B].
+    """
     tokens, parents = np.asarray(proposal.tokens), np.asarray(proposal.parents)
     meant = np.arange(tokens.shape[1]) < np.asarray(proposal.counts)[:, None]
     rows = np.arange(len(tokens))
-    depths = np.zeros(tokens.shape, int)  # of the nodes that came, 0 of the others
+    depths = np.zeros(tokens.shape, int)  # of the nodes that the text follows, else 0
     for node in range(tokens.shape[1]):
         root = parents[:, node] < 0
         above = np.where(root, 0, depths[rows, parents[:, node]])

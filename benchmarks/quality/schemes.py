@@ -1,13 +1,12 @@
-"""Every quantization scheme on one real model: perplexity at each activation precision, and how
-many of QSpec's drafts are accepted.
+"""Measures every quantization scheme on one real model: perplexity, and QSpec's acceptance.
 
-The 16-bit model is quantized in memory by each method, on calibration text that is not part of what
-is measured. Perplexity is that of WikiText-2's validation text; acceptance that of greedy drafts of
-three tokens on real prompts. Every output of QSpec is compared with plain decoding's, at every
-cache precision that is asked for.
+Each method quantizes the 16-bit model in memory, on calibration text that is not measured.
+Perplexity is measured on WikiText-2's validation text at each activation precision. Acceptance is
+measured with greedy drafts of three tokens on real prompts. Every output of QSpec is compared with
+plain decoding's, at every requested cache precision.
 
-A model without a tokenizer takes texts that its 16-bit self samples (`--own-text`) for all three:
-of such text no other model has a lower perplexity in the mean.
+For a model without a tokenizer, `--own-text` samples all three texts from the 16-bit model. On
+average no other model has a lower perplexity on such text.
 
     python -m benchmarks.quality.schemes --model tiny-16bit --json OUT
 """
@@ -28,7 +27,7 @@ from checkpoints_tools.quantization.calibration import calibration_tokens
 from checkpoints_tools.quantization.recipe import Recipe
 from specjax.evaluation import perplexity
 
-# Name, method of `specjax.quantize`, its options.
+# Name, method and options of `specjax.quantize`.
 SCHEMES: list[tuple[str, str, dict[str, Any]]] = [
     ("INT8", "int8", {}),
     ("INT4 g128, RTN", "rtn", {}),
@@ -84,14 +83,14 @@ def main() -> int:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--model", default="tiny-16bit", help="a 16-bit model that ships, or a directory")
+    add("--model", default="tiny-16bit", help="a bundled 16-bit model, or a directory")
     add("--label", help="the model's name in the result")
     add("--own-text", action="store_true", help="text sampled from the model itself")
     add("--only", help="one method")
-    add("--tokens", type=int, default=16384, help="of the text, for the perplexity")
+    add("--tokens", type=int, default=16384, help="tokens of the text for the perplexity")
     add("--window", type=int, default=512)
-    add("--prompts", type=int, default=8, help="per kind of text")
-    add("--max-prompt", type=int, default=128, help="tokens of a prompt that are used")
+    add("--prompts", type=int, default=8, help="prompts per kind of text")
+    add("--max-prompt", type=int, default=128, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=64)
     add("--draft-length", type=int, default=3)
     add("--cache-bits", type=int, nargs="+", default=[16, 8, 4])
@@ -99,7 +98,7 @@ def _options() -> Any:
 
 
 def _texts(model: specjax.Params, options: Any) -> tuple[list[int], np.ndarray, list[list[int]]]:
-    """WikiText-2, calibration text int32[S, T] that is not part of it, and real prompts."""
+    """WikiText-2, calibration text int32[S, T] from other sources, and real prompts."""
     tokenizer = specjax.load_tokenizer(options.model)
     text = tokenizer.encode((options.data / "texts" / "wikitext2_valid.txt").read_text())
     prompts = [
@@ -111,7 +110,7 @@ def _texts(model: specjax.Params, options: Any) -> tuple[list[int], np.ndarray, 
 
 
 def _own_text(model: specjax.Params, options: Any) -> tuple[list[int], np.ndarray, list[list[int]]]:
-    """The same three of windows that the model samples, and of the beginnings of others."""
+    """The same three, from windows and beginnings of texts that the model samples."""
     counts = -(-options.tokens // options.window), 16, len(KINDS) * options.prompts
     start = np.full((sum(counts), 1), model.config.bos_id, np.int32)
     sampled = specjax.decode(
@@ -124,7 +123,7 @@ def _own_text(model: specjax.Params, options: Any) -> tuple[list[int], np.ndarra
 
 
 def _calibration(options: Any, tokenizer: Any) -> np.ndarray:
-    """16 sequences of 512 tokens: tales, and prompts other than those that are decoded."""
+    """16 sequences of 512 tokens: tales, and prompts that are not decoded."""
     tales = (options.data / "texts" / "GrimmsFairyTales.txt").read_text()[:100_000]
     others = [
         "\n\n".join(text_prompts(options.data, kind, options.prompts + 40)[options.prompts :])
@@ -152,7 +151,7 @@ def _measure(
 def _compare(
     params: specjax.Params, prompts: list[list[int]], bits: int, options: Any, row: dict[str, Any]
 ) -> None:
-    """Decodes with and without drafts; adds the counts, and the acceptance at 16-bit entries."""
+    """Decodes with and without drafts. Adds the counts, and the acceptance with a 16-bit cache."""
     tokens, lengths = pad(prompts, max(map(len, prompts)))
 
     def run(drafter: specjax.Drafter) -> specjax.DecodeResult:

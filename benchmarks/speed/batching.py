@@ -1,10 +1,10 @@
-"""Continuous batching: is every output that of the prompt alone, and what does it gain?
+"""Checks the outputs of continuous batching, and measures its gain over static batching.
 
-Real prompts of mixed length (GSM8K, HumanEval, MT-Bench) go through a number of rows; answers end
-at a line break, so that their lengths differ. Every output is compared with decoding its prompt by
-itself, plainly. Beside it static batching: as many prompts at a time, the next ones when the last
-of them has ended. Both take turns, compiled before; tokens per second are medians and count what
-was generated.
+Real prompts of mixed length (GSM8K, HumanEval, MT-Bench) go through a number of rows. Answers end
+at a line break, so their lengths differ. Every output is compared with plain decoding of its prompt
+alone. Static batching decodes as many prompts at a time and starts the next ones when the last has
+ended. Both are compiled first and then take turns. Tokens per second are medians and count
+generated tokens.
 
     python -m benchmarks.speed.batching --json OUT [--rows 8 16 32]
 """
@@ -58,7 +58,7 @@ def _options() -> Any:
     add("--model", default="tiny")
     add("--prompts", type=int, default=500)
     add("--rows", type=int, nargs="+", default=[8, 16, 32])
-    add("--max-prompt", type=int, default=384, help="tokens of a prompt that are used")
+    add("--max-prompt", type=int, default=384, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=96)
     add("--repeats", type=int, default=3)
     return parse.parse_args()
@@ -67,7 +67,7 @@ def _options() -> Any:
 def _alone(
     params: specjax.Params, prompts: Sequence[list[int]], settings: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Every prompt's plain output by itself."""
+    """The output of plain decoding for every prompt alone."""
     plain = specjax.Autoregressive()
     return [row for prompt in prompts for row in _static(params, [prompt], plain, 1, settings)]
 
@@ -79,7 +79,7 @@ def _static(
     rows: int,
     settings: dict[str, Any],
 ) -> list[np.ndarray]:
-    """As many prompts at a time as there are rows, each batch to its end."""
+    """Static batching: as many prompts at a time as there are rows, each batch to its end."""
     outputs: list[np.ndarray] = []
     for first in range(0, len(prompts), rows):
         chunk = list(prompts[first : first + rows])
@@ -104,7 +104,7 @@ def _compare(
     busy: list[Progress] = []
 
     def watch(progress: Progress) -> None:
-        if progress.total - progress.done > rows:  # somebody waits
+        if progress.total - progress.done > rows:  # prompts wait
             busy[:] = [progress]
 
     def continuous() -> list[np.ndarray]:

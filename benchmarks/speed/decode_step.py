@@ -1,14 +1,14 @@
-"""One decode step of a 1-billion-parameter model: tokens per second, and where the time goes.
+"""Times one decode step of a model of a billion parameters, and its parts.
 
-Llama-3.2-1B's shape with random weights. A step is one forward pass for `new_tokens` tokens per row
-(1: plain decoding; more: a verification) and the choice of the next ones; "matmuls" and "attention"
-are the same calls with the same operands, alone.
+The model has Llama-3.2-1B's shape and random weights. A step is one forward pass for `new_tokens`
+tokens per row (1: plain decoding; more: a verification) and the choice of the next tokens.
+"matmuls" and "attention" are the same calls with the same operands alone.
 
     python -m benchmarks.speed.decode_step --json OUT [--batch 1 8] [--context 128 2048]
         [--cache-bits 16] [--peers PYTHON]
 
 `--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
-`benchmarks/peers/` says; each case is then measured with them too, right after ours.
+`benchmarks/peers/` describes. They measure each case right after specjax.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def random_params(head: str) -> Params:
 
 @partial(jax.jit, static_argnames=("new_tokens", "activation"), donate_argnames="cache")
 def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -> KVCache:
-    """STEPS decode steps (or verifications of `new_tokens` tokens), none of which is kept."""
+    """STEPS decode steps, or verifications of `new_tokens` tokens. The context does not grow."""
     rows = cache.lengths.shape[0]
 
     def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
-        # No token is below 0, which the compiler does not know: it must not take what belongs to a
+        # No token is below 0, but the compiler does not know this. It must not move the work for a
         # position, such as its sines, out of the loop.
         lengths = cache.lengths + jnp.minimum(tokens[:, 0], 0)
         cache = cache.with_lengths(lengths)
@@ -90,7 +90,7 @@ def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -
 
 @partial(jax.jit, static_argnames=("rows", "activation"))
 def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
-    """The matrix products of STEPS passes, each waiting for the one before."""
+    """The matrix products of STEPS passes. Each waits for the one before."""
 
     def after(x: jax.Array, y: jax.Array) -> jax.Array:
         return x + (0 * y[:1, :1]).astype(x.dtype)
@@ -147,7 +147,7 @@ def measure(
         "matmuls": seconds(lambda: matmuls(params, rows=batch * new_tokens, activation=activation)),
         "attention": seconds(lambda: attentions(cache, new_tokens=new_tokens)),
     }
-    kept = [cache]  # each call takes the cache and gives it back
+    kept = [cache]  # each call consumes the cache and returns it
 
     def run() -> KVCache:
         kept[0] = whole(params, kept[0], new_tokens=new_tokens, activation=activation)
@@ -164,7 +164,7 @@ def measure(
 
 
 def measure_peers(python: str, batch: int, context: int) -> list[dict[str, Any]]:
-    """The lines of the peers that the environment of `python` has; a word about those it lacks."""
+    """The lines of the peers in the environment of `python`. Prints which peers it lacks."""
     lines = []
     for name in PEERS:
         module = ["-m", f"benchmarks.peers.{name}"]
@@ -180,7 +180,7 @@ def measure_peers(python: str, batch: int, context: int) -> list[dict[str, Any]]
 
 
 def compare(lines: list[dict[str, Any]]) -> None:
-    """Adds to each of our lines of a case its tokens per second over the best peer's."""
+    """Adds to each of our lines its tokens per second over the best peer's in the same case."""
     ours = [line for line in lines if line["engine"] == "specjax"]
     theirs = [line["tokens_per_second"] for line in lines if line["engine"] != "specjax"]
     for line in ours:

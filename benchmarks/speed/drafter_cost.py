@@ -1,8 +1,9 @@
-"""What the drafters without a model cost per round of a model of a billion parameters.
+"""Times the drafters without a model in a round of a model of a billion parameters.
 
-Llama-3.2-1B's shape with random 4-bit weights, its 128,256 tokens; rows of `--context` tokens, of
-which none is read anew. A whole round (draft, verify, accept, learn) and the drafter's two parts of
-it alone take turns, so that a busy machine slows all of them; the least of each is reported.
+The model has Llama-3.2-1B's shape, its 128,256 tokens and random 4-bit weights. Rows have
+`--context` tokens in the cache. A whole round (draft, verify, accept, learn) and the drafter's two
+parts of it alone take turns, so that a busy machine slows all of them. The minimum of each is
+reported.
 
     python -m benchmarks.speed.drafter_cost --json OUT
 """
@@ -36,7 +37,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Proposal
 
-WORDS = 300  # tokens that the texts are made of, so that n-grams come again
+WORDS = 300  # different tokens in the texts, so that n-grams recur
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--drafters", nargs="+", help="names, such as SPECTRA; all of them if not given")
+    add("--drafters", nargs="+", help="names, such as SPECTRA; default: all")
     add("--batch", type=int, nargs="+", default=[1, 8])
     add("--context", type=int, default=700)
     add("--corpus", type=int, default=2_000_000, help="tokens of the datastore")
@@ -80,7 +81,7 @@ def measure(params: Params, drafter: Drafter, batch: int, options: Any) -> dict[
     cache = KVCache.create(CONFIG, batch, context + new, 16)
     request = Request.make(params, drafter=drafter, max_new_tokens=new, stop_tokens=())
     state = begin(params, request, cache, Rows(tokens, jnp.full(batch, context), None))
-    state = jax.tree.map(jnp.copy, state)  # `step` takes it over; a drafter's may be shared
+    state = jax.tree.map(jnp.copy, state)  # `step` donates it; a drafter's may be shared
 
     @jax.jit
     def propose(drafter: Drafter, state: DecodeState) -> tuple[Proposal, Any]:

@@ -1,18 +1,18 @@
-"""Tokens per second of drafts from models, on a model of a billion parameters.
+"""Measures tokens per second of drafters on a model of a billion parameters.
 
 The models are the small trained ones, widened (`benchmarks.support.widen`): real text, real
-acceptance, the
-cost of the large shape. Drafters take turns, so that a busy machine slows all of them; medians are
-reported, and the ratio to plain decoding on the same kernels. The time is that of the loop: the
-prompt is in the caches, programs are compiled. Every output is compared with plain decoding's.
+acceptance, and the cost of the large shape. Drafters take turns, so that a busy machine slows all
+of them. The script reports medians, and the ratio to plain decoding on the same kernels. It times
+the loop, after compilation and with the prompt in the caches. Every output is compared with plain
+decoding's.
 
     python -m benchmarks.speed.drafters --draft runs/draft/hf --json OUT
     python -m benchmarks.speed.drafters --draft runs/draft/hf --without-model --json OUT
     python -m benchmarks.speed.drafters --draft runs/draft/hf --lengths 12 --json OUT
 
 The second form compares drafters without a model, alone and below a cast. The third measures the
-MXFP4 cast alone: draft lengths 1 to 12, each constant, and the two schedules with 12 as the most.
-The adaptive one gets its cost from lengths 1 and 12, measured first.
+MXFP4 cast alone: constant draft lengths 1 to 12, and the two schedules with a maximum of 12. The
+adaptive schedule gets its cost from lengths 1 and 12, which are measured first.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ COMPARED = (
     "two levels, INT4 a8",
 )  # fmt: skip
 PLAIN = Autoregressive()
-ROOM = 24  # slots of a cache for the longest draft
+ROOM = 24  # cache slots for the longest draft
 
 
 class Case(NamedTuple):
-    """A drafter for a target, and the name of the case that decodes the same text plainly."""
+    """A drafter for a target, and the name of the plain case with the same text."""
 
     target: Params
     drafter: specjax.Drafter
@@ -97,14 +97,12 @@ def _options() -> Any:
     add("--small-length", type=int, default=4, help="tokens per draft of the small model")
     add("--cast-length", type=int, default=5, help="tokens per draft of a cast")
     add("--levels-length", type=int, default=8, help="tokens per draft of two levels")
-    add(
-        "--below-length", type=int, default=2, help="of these, drafted at a time by the small model"
-    )
+    add("--below-length", type=int, default=2, help="tokens that the small model drafts at a time")
     add("--batch", type=int, nargs="+", default=[1, 8])
     add("--without-model", action="store_true", help="compare drafters without a model instead")
     add("--lengths", type=int, help="compare draft lengths up to this one instead, at batch 1")
     add("--prompts", type=int, default=3, help="real prompts at batch 1, the kinds in turn")
-    add("--max-prompt", type=int, default=96, help="tokens of a prompt that are used")
+    add("--max-prompt", type=int, default=96, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=48)
     add("--repeats", type=int, default=3)
     return parse.parse_args()
@@ -134,7 +132,7 @@ def compared_cases(target: Params, draft: Params, skip: LayerSkip, options: Any)
 
 
 def text_cases(target: Params, options: Any) -> Cases:
-    """Drafters without a model, with drafts that a CPU's verification can pay for."""
+    """Drafters without a model, with drafts short enough to pay on a CPU."""
     small = specjax.Spectra(window=2, guesses=2)
     cast = specjax.quantize(target, "mxfp4", lm_head=True)
     shared = DraftModel(cast, options.levels_length, "a8", share_cache=True)
@@ -152,7 +150,7 @@ def text_cases(target: Params, options: Any) -> Cases:
 
 
 def measure_lengths(target: Params, prompts: Sequence[list[int]], options: Any) -> list[dict]:
-    """Constant draft lengths 1 … longest and schedules, of the MXFP4 cast."""
+    """The MXFP4 cast with constant draft lengths 1 … longest and with schedules."""
     cast, longest = specjax.quantize(target, "mxfp4", lm_head=True), options.lengths
 
     def case(length: int, **schedule: Any) -> Case:
@@ -176,7 +174,7 @@ def measure_lengths(target: Params, prompts: Sequence[list[int]], options: Any) 
 def _finish(
     params: Params, state: DecodeState, drafter: specjax.Drafter
 ) -> tuple[DecodeState, tuple[Stats, ...]]:
-    """What `decode` does once the prompt is in the cache."""
+    """The part of `decode` after the prompt is in the cache."""
     state = lax.while_loop(
         lambda state: ~jnp.all(state.finished),
         lambda state: step(params, state, drafter)[0],
@@ -226,7 +224,7 @@ def _start(case: Case, chunks: Sequence[Any], options: Any) -> list[DecodeState]
     """The state of every chunk of prompts, with the drafter's own state."""
     states = []
     for tokens, lengths in chunks:
-        # With the plain drafter, so that the pass over the prompt is compiled once for a target.
+        # The plain drafter, so that the pass over the prompt is compiled once per target.
         state = start(
             case.target, tokens, prompt_lengths=lengths, drafter=PLAIN, stop_tokens=(),
             max_new_tokens=options.max_new_tokens,
@@ -244,7 +242,7 @@ def _with_drafter(
 
 
 def _acceptance(outcomes: Sequence[tuple[DecodeState, tuple[Stats, ...]]]) -> dict[str, Any]:
-    """Of the target, and of the level below it where there is one."""
+    """Acceptance of the target, and of the level below it where there is one."""
     merged = [_merge([state.stats for state, _ in outcomes])]
     merged += [_merge(stats) for stats in zip(*(levels for _, levels in outcomes), strict=True)]
     row = {
@@ -262,7 +260,7 @@ def _merge(stats: Sequence[Stats]) -> Stats:
 
 
 def _rounds(outcomes: Sequence[tuple[DecodeState, tuple[Stats, ...]]]) -> int:
-    """Turns of the loop: as many as the row with the most rounds makes."""
+    """Iterations of the loop: the most rounds of any row."""
     return sum(int(jnp.max(state.stats.rounds)) for state, _ in outcomes)
 
 
@@ -274,7 +272,7 @@ def _same(
 
 
 def _extra_bytes(tree: Any, shared: Any) -> int:
-    """Bytes of the arrays of `tree` that `shared` does not hold."""
+    """Bytes of the arrays in `tree` that are not in `shared`."""
     held = {id(leaf) for leaf in jax.tree.leaves(shared)}
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if id(leaf) not in held)
 

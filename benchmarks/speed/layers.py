@@ -1,7 +1,7 @@
-"""Layers unrolled (as the library runs them) beside layers under `lax.scan`: compile and run time.
+"""Compares layers unrolled (as in the library) with layers under `lax.scan`: compile and run time.
 
-The scanned variant stacks the layers' weights and slices one layer out per iteration. Its cache is
-kept as small as the format allows, so that what is compared is the weights' way to the kernels.
+The scanned variant stacks the layers' weights and slices one layer out per iteration. The cache is
+as small as the format allows, so that the comparison is about how weights reach the kernels.
 
     python -m benchmarks.speed.layers --json OUT
 """

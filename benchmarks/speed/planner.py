@@ -1,16 +1,15 @@
-"""Does the planner predict the speed-up that is then measured?
+"""Compares the speed-ups that the planner predicts with measured ones.
 
 Each kind of drafter is measured once (`specjax.planning.measure`: acceptance and pass times at its
-longest drafts); the formula then predicts other draft lengths, and each of these decodes the same
-prompts. Drafters and plain decoding take turns, and the prompts' passes are not counted. Compared
-with the prediction is the ratio of times that all prompts take, of each the median over the turns.
-Ends with status 1 if one is off by more than 10 %.
+longest drafts). The formula then predicts other draft lengths, and each of these decodes the same
+prompts. Drafters and plain decoding take turns, and the passes over the prompts are not counted.
+The measured speed-up is the ratio of the times for all prompts, each the median over the turns. The
+exit status is 1 if a prediction is off by more than 10 %.
 
     python -m benchmarks.speed.planner --json OUT [--model DIR] [--draft DIR]
 
-With `--widen` the models are widened to a billion parameters (`benchmarks.support.widen`), so that
-passes
-cost what they cost there and not what starting them does.
+`--widen` widens the models to a billion parameters (`benchmarks.support.widen`), so that a pass
+costs far more than starting it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState
 
 BOUND = 0.1
-LENGTHS = {  # of each kind: the first is measured, the others are predicted
+LENGTHS = {  # per kind: the first is measured, the others are predicted
     "mxfp4 cast": ((8,), (2,), (4,), (6,)),
     "int8 cast": ((8,), (2,), (4,)),
     "half the layers": ((4,), (1,), (2,)),
@@ -95,11 +94,11 @@ def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
     add("--model", default="tiny-16bit", help="a 16-bit model")
-    add("--draft", help="a small model for the last level; half the layers if left out")
-    add("--widen", action="store_true", help="models of a billion parameters")
+    add("--draft", help="a small model for the last level; default: half the layers")
+    add("--widen", action="store_true", help="widen the models to a billion parameters")
     add("--kinds", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
     add("--batch", type=int, default=1)
-    add("--prompts", type=int, default=8, help="a multiple of the batch")
+    add("--prompts", type=int, default=8, help="number of prompts, a multiple of the batch")
     add("--max-prompt", type=int, default=96)
     add("--max-new-tokens", type=int, default=96)
     add("--repeats", type=int, default=3)
@@ -109,7 +108,7 @@ def _options() -> Any:
 def _drafter(
     kind: str, lengths: tuple[int, ...], params: specjax.Params, options: Any
 ) -> specjax.Drafter:
-    """A drafter of that kind."""
+    """A drafter of the kind."""
     half = specjax.LayerSkip(tuple(range((params.config.num_layers + 1) // 2)), lengths[-1])
     if kind == "half the layers":
         return half
@@ -137,7 +136,7 @@ def _with_lengths(drafter: Any, lengths: tuple[int, ...]) -> specjax.Drafter:
 
 @partial(jax.jit, donate_argnames="state")
 def _run(params: specjax.Params, state: DecodeState, drafter: specjax.Drafter) -> DecodeState:
-    """All rounds."""
+    """Runs all rounds."""
     return lax.while_loop(
         lambda state: ~state.finished.all(), lambda state: step(params, state, drafter)[0], state
     )
@@ -149,11 +148,11 @@ def _measure(
     drafters: dict[str, specjax.Drafter],
     options: Any,
 ) -> dict[str, dict[str, float]]:
-    """The speed-up of every drafter over the one named plain, and its tokens per round."""
+    """The speed-up of every drafter over the one named "plain", and its tokens per round."""
     width = max(map(len, prompts))
 
     def run(drafter: specjax.Drafter, first: int) -> tuple[float, np.ndarray]:
-        """Seconds, and the tokens and rounds of some prompts."""
+        """The seconds, tokens and rounds of some prompts."""
         tokens, lengths = pad(prompts[first : first + options.batch], width)
         state = start(
             params, tokens, prompt_lengths=lengths, drafter=drafter,

@@ -1,7 +1,7 @@
-"""Tokens per second of QSpec beside plain decoding: same kernels, shapes and prompts, one run.
+"""Measures tokens per second of QSpec and of plain decoding on the same kernels and prompts.
 
-Drafters take turns, so that a busy machine slows all of them; medians are reported, and the ratio
-to plain decoding. Compilation is not counted.
+Drafters take turns, so that a busy machine slows all of them. The script reports medians, and the
+ratio to plain decoding. Compilation is not counted.
 
     python -m benchmarks.speed.qspec --json OUT
 """

@@ -1,4 +1,4 @@
-"""Drafters that benchmarks compare, by name: those of a 16-bit target, with a small model."""
+"""The drafters for a 16-bit target that benchmarks compare, by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def model_drafters(
     levels_length: int = 8,
     below_length: int = 2,
 ) -> dict[str, Drafter]:
-    """Drafts from models. A cast shares the cache and has a 4-bit head, unless its name says not.
+    """Drafters with models. A cast shares the cache and has a 4-bit head, unless named otherwise.
 
     Args:
       target: a 16-bit model.
-      small: another one of the same vocabulary.
-      skip: which of the target's layers draft.
+      small: another model of the same vocabulary.
+      skip: the drafter that skips layers of the target.
       small_length, cast_length: tokens per draft of the small model, and of a cast.
       levels_length: tokens per draft of a cast that the small model drafts for, below_length at a
         time.

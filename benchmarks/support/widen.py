@@ -1,24 +1,24 @@
-"""A large model that computes what a small one computes: real behaviour at a large shape's cost.
+"""Widens a small model: the same function at the cost of a large shape.
 
-No trained model of a billion parameters is at hand, and a random one accepts drafts by accident
-alone. So a small trained model is put into the corner of a large one:
+Benchmarks need no trained model of a billion parameters this way; a random one would accept drafts
+by accident only. A small trained model fills the corner of a large one:
 
-- what writes to the residual stream (o, down) is zero but for the small weights, so the added
-  features of the stream stay zero; what reads it (q, k, v, gate, up) has random weights around
-  them. Added heads, feed-forward features and layers compute something, which nobody hears;
-- a norm's mean is over more features: its scale (in float32) and epsilon make up for that;
-- query heads stay with their key-value head, and small features come first, so every quantization
-  group whose size divides the small model's sizes holds the numbers that it holds there: a
-  quantized draft errs as the small model's does;
-- added tokens are never chosen: one added feature of the stream is a constant, too small to move a
-  norm, that the last norm magnifies and their rows of the head take away.
+- Weights that write to the residual stream (o, down) are zero outside the small weights, so the
+  added features of the stream stay zero. Weights that read it (q, k, v, gate, up) are random there.
+  Added heads, feed-forward features and layers compute something that has no effect.
+- A norm's mean is over more features. Its scale (in float32) and epsilon make up for that.
+- Query heads stay with their key-value head, and small features come first. Every quantization
+  group whose size divides the small model's sizes therefore holds the same numbers as in the small
+  model, and a quantized draft makes the same errors.
+- Added tokens are never chosen. One added feature of the stream is a constant that is too small to
+  move a norm. The last norm magnifies it, and the head's rows for added tokens subtract it.
 
-What this measures: bytes and operations of the large shape, acceptance of the small model's text.
-What it does not: how well a model of this size agrees with its own casts. Those of larger models
-err less (ML-SpecQD accepts more than 90 % of an MXFP4 cast's drafts), so acceptance is rather
-underestimated. And most layers do nothing: leaving those out alone would be free. A small layer
-therefore stands for the block of layers that begins with it (`layer_blocks`), and a draft skips
-whole blocks. Nothing here may be used to find out which layers a large model can spare.
+This measures the bytes and operations of the large shape, and the acceptance of the small model's
+text. It does not measure how well a model of this size agrees with its own casts. Casts of larger
+models err less (ML-SpecQD accepts more than 90 % of an MXFP4 cast's drafts), so acceptance is
+rather underestimated. Most layers do nothing, so skipping only those would be free. A small layer
+therefore represents the block of layers that begins with it (`layer_blocks`), and a draft skips
+whole blocks. Do not use this to find out which layers a large model can spare.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.params import LINEARS, Layer, Linear, Params, linear_shapes, prepack
 
-# Llama-3.2-1B, with Llama 2's number of tokens: the small models share a vocabulary of 4096.
+# Llama-3.2-1B with about as many tokens as Llama 2; the small models' vocabulary has 4096.
 LARGE = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16, "num_heads": 32,
     "num_kv_heads": 8, "vocab_size": 32768,
 }  # fmt: skip
-# A twentieth of it: the shape of Llama-68M, ML-SpecQD's small draft, with a layer more.
+# A twentieth of LARGE: the shape of Llama-68M, ML-SpecQD's small draft, with one layer more.
 DRAFT = LARGE | {
     "hidden_size": 768, "intermediate_size": 3072, "num_layers": 3, "num_heads": 12,
     "num_kv_heads": 4,
 }  # fmt: skip
 
-_CONSTANT = 2.0**-20  # its square vanishes beside the other features' in a norm's mean
+_CONSTANT = 2.0**-20  # its square vanishes in a norm's mean
 _NEVER = -(2.0**15)  # in the logit of an added token, over the last norm's root
 _WRITING = ("o", "down")
 
 
 def widen(params: Params, *, seed: int = 0, **sizes: int) -> Params:
-    """The same function in a larger shape.
+    """Returns the same function in a larger shape.
 
     Args:
       params: an unquantized model without biases and query norms, with tied embeddings.
-      seed: of the added weights.
-      sizes: the fields of `ModelConfig` to enlarge, such as `LARGE`'s; head_dim stays.
+      seed: seeds the added weights.
+      sizes: the fields of `ModelConfig` to enlarge, such as those of `LARGE`; head_dim stays.
 
     Returns:
-      A model of these sizes. Its logits of the small model's tokens are the small model's.
+      A model of these sizes. Its logits for the small model's tokens are the small model's.
 
     Raises:
       ValueError: the model is of another kind, or a size does not hold it.
@@ -84,12 +84,12 @@ def widen(params: Params, *, seed: int = 0, **sizes: int) -> Params:
 
 
 def first_layers(small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:
-    """Where the small model's layers are in the large one."""
+    """The indices of the small model's layers in the large one."""
     return tuple(i * wide.num_layers // small.num_layers for i in range(small.num_layers))
 
 
 def layer_blocks(kept: Sequence[int], small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:
-    """The large model's layers that stand for some of the small one's."""
+    """The large model's layers that represent some layers of the small one."""
     ends = (*first_layers(small, wide), wide.num_layers)
     return tuple(layer for i in kept for layer in range(ends[i], ends[i + 1]))
 
@@ -117,7 +117,7 @@ def _check(params: Params, wide: ModelConfig) -> None:
 def _layer(
     layer: Layer | None, small: ModelConfig, wide: ModelConfig, rng: np.random.Generator
 ) -> Layer:
-    """The large layer around a small one; None: a layer that nobody hears."""
+    """The large layer around a small one. None gives a layer without effect."""
     queries, stream = _query_rows(small, wide), np.arange(small.hidden_size)
     features = np.arange(small.intermediate_size)
     keys = np.arange(small.num_kv_heads * small.head_dim)
@@ -140,7 +140,7 @@ def _layer(
 def _embedding(
     params: Params, wide: ModelConfig, rng: np.random.Generator
 ) -> jax.Array | Bfloat16Weight:
-    """Small rows, then zeros and the constant; rows of added tokens are random but for that."""
+    """The small rows, then zeros and the constant. Rows of added tokens are random otherwise."""
     values = plain_values(params.embedding).astype(jnp.float32)
     v, d = values.shape
     table = _random((wide.vocab_size, wide.hidden_size), rng)
@@ -150,21 +150,21 @@ def _embedding(
 
 
 def _query_rows(small: ModelConfig, wide: ModelConfig) -> np.ndarray:
-    """Where the small queries' features are among the large ones: with their key-value head."""
+    """The indices of the small queries' features in the large ones, beside their key-value head."""
     heads = np.arange(wide.num_heads).reshape(wide.num_kv_heads, -1)
     heads = heads[: small.num_kv_heads, : small.num_heads // small.num_kv_heads].reshape(-1, 1)
     return (heads * small.head_dim + np.arange(small.head_dim)).reshape(-1)
 
 
 def _norm(scale: jax.Array, wide: ModelConfig, added: float = 0.0) -> jax.Array:
-    """mean(x²) is smaller by small / wide, so 1 / root is larger. f32[D]."""
+    """The scale for more features: mean(x²) is smaller by small / wide. f32[D]."""
     d, width = scale.shape[0], wide.hidden_size
     grown = jnp.zeros(width, jnp.float32).at[d].set(added)
     return grown.at[:d].set(scale.astype(jnp.float32) * np.float32(np.sqrt(d / width)))
 
 
 def _random(shape: tuple[int, int], rng: np.random.Generator) -> jax.Array:
-    """Random weights. Rows repeat: what they hold is heard by nobody, but they are all there."""
+    """Random weights. Rows repeat, because their values have no effect."""
     n, k = shape
     rows = min(n, 64)
     block = rng.normal(size=(rows, k)).astype(np.float32) * k**-0.5
