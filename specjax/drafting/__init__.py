@@ -1,4 +1,4 @@
-"""Drafters: one file per family, one protocol (`specjax.speculation.drafter`)."""
+"""Drafters: one file per family, all of them a `specjax.speculation.drafter.Drafter`."""
 
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.combined import Combined

@@ -6,9 +6,8 @@ the target's KV cache (whose entries the verification then overwrites) or keeps 
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +19,23 @@ from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.model.transformer import forward, prefill
+from specjax.speculation.drafter import Drafter
 from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.state import DecodeState, Proposal, Verified
 from specjax.speculation.verification import fit_vocabulary, score
 
 
-class ChainState(NamedTuple):
-    """What a drafting model keeps: its own cache, if it has one, and its schedule's state."""
-
-    cache: KVCache | None
-    schedule: Any
-
-
-class ChainDrafter(abc.ABC):
-    """Base of the drafters that run a model. Its dataclasses hold some of these fields:
+class ChainDrafter(Drafter):
+    """Base of the drafters that run a model. Their dataclasses hold some of these fields:
 
     draft_length: the most tokens per draft.
     activation: activation precision of the drafting pass.
-    layers: the layers it runs; None: all.
+    layers: the layers that it runs; None: all.
     confidence: a row's draft ends with the first token that the drafting model gives a smaller
         probability than this; None: never before its length.
     schedule: how many tokens to draft; None: always draft_length.
+
+    Their states hold the schedule's under the name `schedule`.
     """
 
     draft_length: int
@@ -48,51 +43,101 @@ class ChainDrafter(abc.ABC):
     layers: tuple[int, ...] | None = None
     confidence: float | None = None
     schedule: Schedule | None = None
-    own_cache: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if check_integer("draft_length", self.draft_length) < 1:
+            raise ValueError(
+                f"draft_length must be at least 1, got {self.draft_length}; "
+                "Autoregressive() decodes without drafts"
+            )
+        check_activation(self.activation)
+        confidence = self.confidence
+        if confidence is not None and not (
+            isinstance(confidence, int | float) and 0 < confidence <= 1
+        ):
+            raise ValueError(f"confidence must be in (0, 1] or None, got {confidence!r}")
+
+    def observe(self, draft: Any, verified: Verified) -> Any:
+        if self.schedule is None:
+            return draft
+        return draft._replace(schedule=self.schedule.update(draft.schedule, verified))
+
+    def first_schedule(self, rows: int) -> Any:
+        """The schedule's state before the first round; None without a schedule."""
+        return None if self.schedule is None else self.schedule.init(rows, self.draft_length)
+
+    def wanted(self, schedule: Any, state: DecodeState) -> jax.Array | None:
+        """Tokens to draft, int32[B], within each row's limit; None without a schedule.
+
+        schedule: the schedule's state.
+        """
+        if self.schedule is None:
+            return None
+        lengths = self.schedule.lengths(schedule, self.draft_length)
+        return jnp.clip(lengths, 1, jnp.maximum(state.limits - state.lengths - 1, 1))
+
+    def draft(
+        self, model: Params, level: DecodeState, wanted: jax.Array | None
+    ) -> tuple[Proposal, KVCache]:
+        """Runs the drafting model over the state as it sees it. Returns as `draft_chain` does."""
+        return draft_chain(
+            model, level, self.draft_length, wanted, self.confidence, self.activation, self.layers
+        )
+
+
+class LevelState(NamedTuple):
+    """The drafting model's own cache, if it has one, and the schedule's state."""
+
+    cache: KVCache | None
+    schedule: Any
+
+
+class LevelDrafter(ChainDrafter):
+    """Base of the chain drafters in the target's own tokens, which `MultiLevel` can draft for."""
+
+    @property
+    def own_cache(self) -> bool:
+        """Whether the drafting model keeps a cache of its own."""
+        return False
 
     def model(self, params: Params) -> Params:
         """The model that drafts for `params`."""
         return params
 
-    @abc.abstractmethod
-    def validate(self, params: Params, positions: int) -> None:
-        """As `Drafter.validate`."""
-
-    def init(self, params: Params, state: DecodeState, width: int) -> ChainState:
-        rows = state.tokens.shape[0]
-        schedule = None if self.schedule is None else self.schedule.init(rows, self.draft_length)
-        return ChainState(self._first_cache(params, state, width), schedule)
+    def init(self, params: Params, state: DecodeState, width: int) -> LevelState:
+        cache = self.first_cache(params, state, width) if self.own_cache else None
+        return LevelState(cache, self.first_schedule(state.tokens.shape[0]))
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         level = self.enter(state.draft, state)
-        proposal, cache = draft_chain(
-            self.model(params), level, self.draft_length, self.wanted(state.draft, state),
-            self.confidence, self.activation, self.layers,
-        )  # fmt: skip
+        wanted = self.wanted(state.draft.schedule, state)
+        proposal, cache = self.draft(self.model(params), level, wanted)
         drafted = self.draft_length if proposal.counts is None else proposal.counts
         draft, cache = self.leave(state.draft, state, cache, state.lengths - 1 + drafted)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
-    def observe(self, draft: ChainState, verified: Verified) -> ChainState:
-        if self.schedule is None:
-            return draft
-        return draft._replace(schedule=self.schedule.update(draft.schedule, verified))
+    def lag(self, above: int, depth: int) -> int:
+        """The most tokens before the last that the drafting model's cache may lack.
 
-    def levels(self, draft: ChainState) -> tuple[Stats, ...]:
-        return ()
+        After drafts that were accepted whole, a cache of its own lacks one token per model above:
+        the one that each of them added to its draft.
 
-    def enter(self, draft: ChainState, state: DecodeState) -> DecodeState:
+        above, depth: lag and depth of the level above, as in `DecodeState`.
+        """
+        return depth + 1 if self.own_cache else above
+
+    def enter(self, draft: LevelState, state: DecodeState) -> DecodeState:
         """The state as the drafting model sees it: with the cache that it reads and writes."""
         if draft.cache is None:
             return state
-        # Of what was drafted, only the accepted tokens' entries hold.
+        # Only the entries of accepted tokens hold.
         cached = jnp.minimum(draft.cache.lengths, state.lengths - 1)
         cache = draft.cache.with_lengths(cached)
-        return dataclasses.replace(state, cache=cache, lag=state.depth + 1)
+        return dataclasses.replace(state, cache=cache, lag=self.lag(state.lag, state.depth))
 
     def leave(
-        self, draft: ChainState, state: DecodeState, cache: KVCache, filled: jax.Array
-    ) -> tuple[ChainState, KVCache]:
+        self, draft: LevelState, state: DecodeState, cache: KVCache, filled: jax.Array
+    ) -> tuple[LevelState, KVCache]:
         """Puts away the cache that `enter` gave out, with entries in its first `filled` slots.
 
         Returns the drafter's state, and the cache of the level above.
@@ -101,16 +146,8 @@ class ChainDrafter(abc.ABC):
             return draft, cache.with_lengths(state.cache.lengths)
         return draft._replace(cache=cache.with_lengths(filled)), state.cache
 
-    def wanted(self, draft: ChainState, state: DecodeState) -> jax.Array | None:
-        """Tokens to draft, int32[B]: what the schedule says, within the row's limit; or None."""
-        if self.schedule is None:
-            return None
-        lengths = self.schedule.lengths(draft.schedule, self.draft_length)
-        return jnp.clip(lengths, 1, jnp.maximum(state.limits - state.lengths - 1, 1))
-
-    def _first_cache(self, params: Params, state: DecodeState, width: int) -> KVCache | None:
-        if not self.own_cache:
-            return None
+    def first_cache(self, params: Params, state: DecodeState, width: int) -> KVCache:
+        """The drafting model's own cache, with entries of all prompt tokens but the last."""
         model = self.model(params)
         rows = state.tokens.shape[0]
         cache = KVCache.create(
@@ -120,17 +157,11 @@ class ChainDrafter(abc.ABC):
         return cache.with_lengths(state.lengths - 1)
 
 
-def check_chain(drafter: ChainDrafter) -> None:
-    """Raises ValueError where a field of a chain drafter is out of its range."""
-    if check_integer("draft_length", drafter.draft_length) < 1:
-        raise ValueError(
-            f"draft_length must be at least 1, got {drafter.draft_length}; "
-            "Autoregressive() decodes without drafts"
-        )
-    check_activation(drafter.activation)
-    confidence = drafter.confidence
-    if confidence is not None and not (isinstance(confidence, int | float) and 0 < confidence <= 1):
-        raise ValueError(f"confidence must be in (0, 1] or None, got {confidence!r}")
+def check_draft_params(drafter: Drafter, params: object) -> None:
+    """Raises ValueError unless `params`, a field of the drafter, is a model."""
+    if not isinstance(params, Params):
+        name = type(drafter).__name__
+        raise ValueError(f"params of a {name} must be what specjax.load returns, got {params!r}")
 
 
 class _Chain(NamedTuple):

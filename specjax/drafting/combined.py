@@ -20,7 +20,7 @@ from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.window import WindowDrafter
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.state import DecodeState, Proposal, Verified
 
 _TEXT_ALONE = (NGram, PromptLookup, Retrieval)
 
@@ -34,7 +34,7 @@ class CombinedState(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Combined:
+class Combined(Drafter):
     """Proposes what `first` does, and what `second` does where that leaves room.
 
     A token that both propose after the same ones is there once. The whole of SPECTRA is
@@ -85,9 +85,6 @@ class Combined:
         return CombinedState(
             self.first.observe(draft.first, verified), self.second.observe(draft.second, verified)
         )
-
-    def levels(self, draft: CombinedState) -> tuple[Stats, ...]:
-        return ()
 
 
 def merge(first: Proposal, second: Proposal, nodes: int) -> Proposal:
@@ -140,6 +137,6 @@ def _tree(proposal: Proposal) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _check_kind(name: str, drafter: Any, kinds: tuple[type, ...], accepted: str) -> None:
-    # What jax puts in place of a drafter while it takes the tree apart is no drafter.
+    # JAX passes placeholders here while it unflattens the tree; skip them.
     if isinstance(drafter, Drafter) and not isinstance(drafter, kinds):
         raise ValueError(f"{name} of a Combined must be {accepted}, got {drafter!r}")

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 
 from pallas_kernels.activations import Activation
-from specjax.drafting.chain import ChainDrafter, check_chain
+from specjax.drafting.chain import LevelDrafter, check_draft_params
 from specjax.drafting.schedules import Schedule
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params
@@ -25,7 +25,7 @@ _CACHE_FIELDS = (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DraftModel(ChainDrafter):
+class DraftModel(LevelDrafter):
     """Drafts with another model of the same tokenizer; its vocabulary may be padded differently.
 
     params: the drafting model, for example `specjax.quantize(target, "mxfp4")`.
@@ -45,21 +45,15 @@ class DraftModel(ChainDrafter):
     confidence: float | None = jax.tree.static(default=None)
     schedule: Schedule | None = jax.tree.static(default=None)
 
-    def __post_init__(self) -> None:
-        check_chain(self)
-
     @property
-    def own_cache(self) -> bool:  # type: ignore[override]
+    def own_cache(self) -> bool:
         return not self.share_cache
 
     def model(self, params: Params) -> Params:
         return self.params
 
     def validate(self, params: Params, positions: int) -> None:
-        if not isinstance(self.params, Params):
-            raise ValueError(
-                f"params of a DraftModel must be what specjax.load returns, got {self.params!r}"
-            )
+        check_draft_params(self, self.params)
         config = self.params.config
         if self.share_cache:
             _check_same_cache(config, params.config)

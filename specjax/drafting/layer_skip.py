@@ -13,14 +13,14 @@ import jax
 
 from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
-from specjax.drafting.chain import ChainDrafter, check_chain
+from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.schedules import Schedule
 from specjax.model.params import Params
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerSkip(ChainDrafter):
+class LayerSkip(LevelDrafter):
     """Drafts with a subset of the target's layers.
 
     layers: their numbers, in order; `every_other` and `specjax.planning.search_layers` find some.
@@ -39,9 +39,9 @@ class LayerSkip(ChainDrafter):
     schedule: Schedule | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
-        check_chain(self)
+        super().__post_init__()
         layers = tuple(check_integer("a layer", layer) for layer in self.layers)
-        object.__setattr__(self, "layers", layers)  # a list hashes no better than it reads
+        object.__setattr__(self, "layers", layers)  # lists are unhashable
         if not layers or any(low >= high for low, high in itertools.pairwise(layers)):
             raise ValueError(f"layers must be rising layer numbers, at least one, got {layers}")
 

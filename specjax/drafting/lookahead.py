@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from specjax.drafting.ngram_tables import NGramTable
-from specjax.drafting.window import WindowDrafter, check_window
+from specjax.drafting.window import WindowDrafter
 from specjax.speculation.state import DecodeState
 
 
@@ -32,9 +32,6 @@ class Lookahead(WindowDrafter):
     capacity: int = jax.tree.static(default=8192)
     text: bool = jax.tree.static(default=True)
     seed: int = jax.tree.static(default=0)
-
-    def __post_init__(self) -> None:
-        check_window(self)
 
     def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
         return table.continuations(state.last_tokens, self.guesses)

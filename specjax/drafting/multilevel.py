@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.drafting.chain import ChainDrafter, ChainState
+from specjax.drafting.chain import LevelDrafter, LevelState
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
@@ -25,14 +25,14 @@ from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 class MultiLevelState(NamedTuple):
     """outer, inner: the two drafters' own states; stats: of the rounds between them."""
 
-    outer: ChainState
+    outer: LevelState
     inner: object
     stats: Stats
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MultiLevel:
+class MultiLevel(Drafter):
     """`outer` drafts for the target, `inner` for `outer`. Both may be MultiLevel's parts again.
 
     outer: a drafter that runs a model: DraftModel, QSpec or LayerSkip. Its draft_length is that of
@@ -44,16 +44,16 @@ class MultiLevel:
     Raises ValueError where `outer` cannot be drafted for.
     """
 
-    outer: ChainDrafter
+    outer: LevelDrafter
     inner: Drafter
 
     def __post_init__(self) -> None:
-        # What jax puts in place of a drafter while it takes the tree apart is no drafter.
-        if isinstance(self.outer, Drafter) and not isinstance(self.outer, ChainDrafter):
+        # JAX passes placeholders here while it unflattens the tree; skip them.
+        if isinstance(self.outer, Drafter) and not isinstance(self.outer, LevelDrafter):
             raise ValueError(
                 f"outer must draft with a model (DraftModel, QSpec, LayerSkip), got {self.outer!r}"
             )
-        if isinstance(self.outer, ChainDrafter) and self.outer.confidence is not None:
+        if isinstance(self.outer, LevelDrafter) and self.outer.confidence is not None:
             raise ValueError("outer of a MultiLevel takes no confidence: it verifies whole drafts")
 
     @classmethod
@@ -118,7 +118,7 @@ class MultiLevel:
     def _enter(self, draft: MultiLevelState, state: DecodeState) -> DecodeState:
         """The state of the level between: it ends when each row has its drafts."""
         level = self.outer.enter(draft.outer, state)
-        wanted = self.outer.wanted(draft.outer, state)
+        wanted = self.outer.wanted(draft.outer.schedule, state)
         keys = state.keys
         if keys is not None:  # apart from those of any round above
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 2**31 - 1)

@@ -21,7 +21,8 @@ from jax import lax
 from specjax.checks import check_integer
 from specjax.drafting.ngram_tables import last_tokens
 from specjax.model.params import Params
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.state import DecodeState, Proposal
 
 _CHUNK = 16  # places that are counted at a time
 
@@ -41,7 +42,7 @@ class NGramState(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(Drafter):
     """Proposes the tokens that most often followed, one after another.
 
     Of equally frequent ones the last seen. A draft ends where even the last token alone is new.
@@ -59,9 +60,6 @@ class NGram:
         for name, least in (("draft_length", 1), ("ngram", 2)):
             if check_integer(name, getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-    def validate(self, params: Params, positions: int) -> None:
-        """Every model can be drafted for so."""
 
     def init(self, params: Params, state: DecodeState, width: int) -> NGramState:
         rows, room = state.tokens.shape
@@ -84,12 +82,6 @@ class NGram:
         counts = jnp.sum(jnp.cumprod(found, axis=0, dtype=jnp.int32), axis=0)
         proposal = Proposal(tokens.T, counts)
         return proposal, dataclasses.replace(state, draft=draft)
-
-    def observe(self, draft: NGramState, verified: Verified) -> NGramState:
-        return draft
-
-    def levels(self, draft: NGramState) -> tuple[Stats, ...]:
-        return ()
 
 
 def _count(draft: NGramState, state: DecodeState) -> NGramState:

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 
 from specjax.checks import check_integer
 from specjax.model.params import Params
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.state import DecodeState, Proposal
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Drafter):
     """Proposes what followed an earlier occurrence of the last tokens in prompt and output.
 
     The longest run of last tokens that occurs is searched, and its first occurrence taken.
@@ -45,12 +46,6 @@ class PromptLookup:
                 f"longest must be at least shortest={self.shortest}, got {self.longest}"
             )
 
-    def validate(self, params: Params, positions: int) -> None:
-        """Every model can be drafted for so."""
-
-    def init(self, params: Params, state: DecodeState, width: int) -> None:
-        return None
-
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         lengths = state.lengths[:, None]
         width = state.tokens.shape[1]
@@ -69,12 +64,6 @@ class PromptLookup:
         follow = jnp.minimum(state.lengths - start[:, 0], self.draft_length)
         counts = jnp.where(jnp.any(any_found, axis=1), follow, 0)
         return Proposal(tokens, counts), state
-
-    def observe(self, draft: None, verified: Verified) -> None:
-        return None
-
-    def levels(self, draft: None) -> tuple[Stats, ...]:
-        return ()
 
 
 def _matching_ends(tokens: jax.Array, lengths: jax.Array, longest: int) -> jax.Array:

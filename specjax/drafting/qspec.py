@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.formats import Quantized
-from specjax.drafting.chain import ChainDrafter, check_chain
+from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
@@ -22,7 +22,7 @@ from specjax.speculation.state import DecodeState
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QSpec(ChainDrafter):
+class QSpec(LevelDrafter):
     """Drafts with quantized activations, verifies with 16-bit ones.
 
     draft_length: tokens per draft (the paper's γ).
@@ -40,7 +40,7 @@ class QSpec(ChainDrafter):
     schedule: Schedule | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
-        check_chain(self)
+        super().__post_init__()
         if self.activation == "a16":
             raise ValueError('activation of a draft must be "a8" or "a4": "a16" is the verifier\'s')
 
@@ -51,5 +51,9 @@ class QSpec(ChainDrafter):
                 "call specjax.quantize(params) first, or pass drafter=specjax.Autoregressive()"
             )
 
-    def _first_cache(self, params: Params, state: DecodeState, width: int) -> KVCache | None:
-        return None if self.overwrite else state.cache
+    @property
+    def own_cache(self) -> bool:
+        return not self.overwrite
+
+    def first_cache(self, params: Params, state: DecodeState, width: int) -> KVCache:
+        return state.cache

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from specjax.drafting.autoregressive import Autoregressive
-from specjax.drafting.chain import ChainDrafter
+from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.combined import Combined
 from specjax.drafting.datastore import Datastore
 from specjax.drafting.draft_model import DraftModel
@@ -162,7 +162,7 @@ def _convert(name: str, value: object, option: Option) -> Any:
         return None
     if hint is Schedule:
         return _make(SCHEDULES, "schedule", value, {})
-    if hint in (Drafter, ChainDrafter):
+    if hint in (Drafter, LevelDrafter):
         return make(value)
     if hint is Datastore:
         return Datastore.load(value)
@@ -191,7 +191,7 @@ _WORDS = {
     bool: "true or false",
     Schedule: "a schedule (" + ", ".join(SCHEDULES) + ")",
     Drafter: "a drafter",
-    ChainDrafter: "a drafter that runs a model",
+    LevelDrafter: "a drafter that runs a model",
     Datastore: "a datastore or its directory",
     Params: "what specjax.load returns",
     TextTokenizer: "what specjax.load_tokenizer returns",

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from specjax.checks import check_integer
 from specjax.drafting.datastore import ORDERED, Datastore
 from specjax.model.params import Params
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.state import DecodeState, Proposal
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Retrieval:
+class Retrieval(Drafter):
     """Proposes what followed the same words in a corpus.
 
     datastore: `specjax datastore build` makes one; SPECTRA keeps the texts that the target finds
@@ -65,18 +66,9 @@ class Retrieval:
                 f"the model has {params.config.vocab_size}"
             )
 
-    def init(self, params: Params, state: DecodeState, width: int) -> None:
-        return None
-
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         tokens, parents, counts = best_nodes(*self.continuations(state), self.nodes)
         return Proposal(tokens, counts, parents=parents), state
-
-    def observe(self, draft: None, verified: Verified) -> None:
-        return None
-
-    def levels(self, draft: None) -> tuple[Stats, ...]:
-        return ()
 
     def continuations(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
         """What followed in the corpus: int32[B, C, L], and how many tokens of each, int32[B, C]."""

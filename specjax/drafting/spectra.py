@@ -24,7 +24,7 @@ from jax import lax
 
 from specjax.checks import check_integer
 from specjax.drafting.ngram_tables import NGramTable, last_tokens
-from specjax.drafting.window import MATCHES, WindowDrafter, WindowState, check_window
+from specjax.drafting.window import MATCHES, WindowDrafter, WindowState
 from specjax.speculation.sampling import greedy
 from specjax.speculation.state import DecodeState, Verified
 
@@ -62,7 +62,7 @@ class Spectra(WindowDrafter):
     seed: int = jax.tree.static(default=0)
 
     def __post_init__(self) -> None:
-        check_window(self)
+        super().__post_init__()
         if not (isinstance(self.refine, int | float) and 0 <= self.refine <= 1):
             raise ValueError(f"refine must be in 0 … 1, got {self.refine!r}")
         if check_integer("backward_length", self.backward_length) < 1:

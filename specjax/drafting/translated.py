@@ -24,13 +24,13 @@ from jax import lax
 
 from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
-from specjax.drafting.chain import check_chain, draft_chain
+from specjax.drafting.chain import ChainDrafter, check_draft_params
 from specjax.drafting.retokenize import TextTokenizer, Translation, translation
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Linear, Params
 from specjax.model.transformer import forward
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.state import DecodeState, Proposal
 
 _LAG = 3  # tokens that the first drafting pass reads before the last one
 _CHUNK = 8  # tokens per pass where there are more of them
@@ -48,7 +48,7 @@ class TranslatedState(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TranslatedDraft:
+class TranslatedDraft(ChainDrafter):
     """Drafts with a model whose tokenizer is not the target's.
 
     params: the drafting model.
@@ -74,7 +74,7 @@ class TranslatedDraft:
     capacity: int | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
-        check_chain(self)  # type: ignore[arg-type]
+        super().__post_init__()
         for name in ("draft_tokenizer", "target_tokenizer"):
             if not isinstance(getattr(self, name), TextTokenizer):
                 raise ValueError(
@@ -89,11 +89,7 @@ class TranslatedDraft:
             )
 
     def validate(self, params: Params, positions: int) -> None:
-        if not isinstance(self.params, Params):
-            raise ValueError(
-                f"params of a TranslatedDraft must be what specjax.load returns, "
-                f"got {self.params!r}"
-            )
+        check_draft_params(self, self.params)
         _check_vocabulary("draft", self._translation.draft_size, self.params)
         _check_vocabulary("target", self._translation.target_size, params)
         least = self.draft_length + _LEAST_TEXT
@@ -112,7 +108,7 @@ class TranslatedDraft:
         config, rows = self.params.config, state.tokens.shape[0]
         slots = 2 * state.cache.capacity if self.capacity is None else self.capacity
         slots = min(slots, config.max_position_embeddings)
-        schedule = None if self.schedule is None else self.schedule.init(rows, self.draft_length)
+        schedule = self.first_schedule(rows)
         empty = TranslatedState(
             jnp.zeros((rows, slots), jnp.int32),
             KVCache.create(config, rows, slots, state.cache.bits, self.params.num_kv_heads),
@@ -124,28 +120,14 @@ class TranslatedDraft:
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         draft: TranslatedState = state.draft
         level = self._read(draft, state, _CHUNK)
-        wanted = None
-        if self.schedule is not None:
-            lengths = self.schedule.lengths(draft.schedule, self.draft_length)
-            wanted = jnp.clip(lengths, 1, jnp.maximum(state.limits - state.lengths - 1, 1))
         sampled = state.sampling is not None
-        proposal, cache = draft_chain(
-            self._shared_model() if sampled else self.params, level, self.draft_length, wanted,
-            self.confidence, self.activation, None,
-        )  # fmt: skip
+        model = self._shared_model() if sampled else self.params
+        proposal, cache = self.draft(model, level, self.wanted(draft.schedule, state))
         draft = draft._replace(
             tokens=_append(level, proposal), cache=cache.with_lengths(_entries(level, proposal))
         )
         translated = self._share(proposal, state) if sampled else self._retell(proposal, state)
         return translated, dataclasses.replace(state, draft=draft)
-
-    def observe(self, draft: TranslatedState, verified: Verified) -> TranslatedState:
-        if self.schedule is None:
-            return draft
-        return draft._replace(schedule=self.schedule.update(draft.schedule, verified))
-
-    def levels(self, draft: TranslatedState) -> tuple[Stats, ...]:
-        return ()
 
     def _read(self, draft: TranslatedState, state: DecodeState, chunk: int) -> DecodeState:
         """The state in the draft model's tokens, its cache but for at most _LAG of them filled.

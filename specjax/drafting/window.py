@@ -15,7 +15,7 @@ level f // W and column f % W, is node f - 1 and entry 0 is the last token of th
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import NamedTuple
 
 import jax
@@ -25,7 +25,8 @@ import numpy as np
 from specjax.checks import check_integer
 from specjax.drafting.ngram_tables import CHUNK, NGramTable, index_text
 from specjax.model.params import Params
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.state import DecodeState, Proposal, Verified
 from specjax.speculation.trees import from_sequences
 
 MATCHES = 4  # n-grams looked at per guess: many begin as another does
@@ -44,7 +45,7 @@ class WindowState(NamedTuple):
     rounds: jax.Array
 
 
-class WindowDrafter(ABC):
+class WindowDrafter(Drafter):
     """Base of the drafters that have a window. Their dataclasses hold these fields:
 
     ngram: N, tokens per n-gram, at least 2; a guess has N - 1.
@@ -62,6 +63,18 @@ class WindowDrafter(ABC):
     text: bool
     seed: int
 
+    def __post_init__(self) -> None:
+        for name, least in (("ngram", 2), ("window", 1), ("guesses", 1)):
+            if check_integer(name, getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        least = max(2 * CHUNK, 2 * self.window, MATCHES * self.guesses)
+        if check_integer("capacity", self.capacity) < least:
+            raise ValueError(
+                f"capacity must be at least {least} for window={self.window} and "
+                f"guesses={self.guesses}, got {self.capacity}"
+            )
+        check_integer("seed", self.seed)
+
     @property
     def draft_length(self) -> int:
         return self.riding + self.guesses * (self.ngram - 1)
@@ -70,9 +83,6 @@ class WindowDrafter(ABC):
     def riding(self) -> int:
         """Tokens of the window that a pass reads; the first of them is the text's last token."""
         return (self.ngram - 1) * self.window - 1
-
-    def validate(self, params: Params, positions: int) -> None:  # noqa: B027 - there to be called
-        """Every model can be drafted for so."""
 
     def init(self, params: Params, state: DecodeState, width: int) -> WindowState:
         rows = state.tokens.shape[0]
@@ -111,9 +121,6 @@ class WindowDrafter(ABC):
             draft.rounds + running,
         )
 
-    def levels(self, draft: WindowState) -> tuple[Stats, ...]:
-        return ()
-
     @abstractmethod
     def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
         """What may follow the text, the best first: int32[B, C, L] and lengths, int32[B, C]."""
@@ -121,20 +128,6 @@ class WindowDrafter(ABC):
     def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
         """The next token of every column. -> int32[B, W]."""
         return verified.choices[:, self.riding + 1 - self.window : self.riding + 1]
-
-
-def check_window(drafter: WindowDrafter) -> None:
-    """Raises ValueError where a field of a window drafter is out of its range."""
-    for name, least in (("ngram", 2), ("window", 1), ("guesses", 1)):
-        if check_integer(name, getattr(drafter, name)) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(drafter, name)}")
-    least = max(2 * CHUNK, 2 * drafter.window, MATCHES * drafter.guesses)
-    if check_integer("capacity", drafter.capacity) < least:
-        raise ValueError(
-            f"capacity must be at least {least} for window={drafter.window} and "
-            f"guesses={drafter.guesses}, got {drafter.capacity}"
-        )
-    check_integer("seed", drafter.seed)
 
 
 def _ride_along(

@@ -21,8 +21,8 @@ from pallas_kernels.activations import Activation
 from specjax.checks import check_integer
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, start
-from specjax.generation.request import row_keys
 from specjax.generation.prompts import Prompt, normalize_prompt
+from specjax.generation.request import row_keys
 from specjax.model.params import Params
 from specjax.planning.speed import Level, draft_time, speedup
 from specjax.speculation.sampling import Sampling
@@ -170,7 +170,7 @@ def _chain(model: _Model, depth: int = 0) -> list[_Model]:
         activation=outer.activation,
         layers=outer.layers,
         drafter=model.drafter.inner,
-        lag=depth + 1 if outer.own_cache else model.lag,
+        lag=outer.lag(model.lag, depth),
     )
     return [model, *_chain(below, depth + 1)]
 

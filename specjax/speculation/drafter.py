@@ -1,47 +1,92 @@
-"""The protocol of drafters: everything that sets one speculative method apart from another."""
+"""The base of all drafters: everything that sets one speculative method apart from another."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import abc
+from typing import TYPE_CHECKING, Any
 
 from specjax.model.params import Params
 from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A frozen dataclass registered as a pytree: arrays are leaves, choices are static.
+class Drafter(abc.ABC):
+    """Proposes tokens for a model to verify.
 
-    The loop calls `init` once after the prompt is in the cache, then `propose` and `observe` every
-    round. All three are traced, so sizes are static.
+    A drafter is a frozen dataclass that derives from this class and is registered as a pytree:
+    arrays are leaves, and choices that change the program are static fields. It needs
+    `draft_length`, as a field or a property, and `propose`. It overrides the other methods where
+    it keeps a state or has something to check.
+
+    Decoding calls `validate`, then `init` once the prompts are in the cache, then `propose` and
+    `observe` every round. JAX traces all but `validate`, so sizes are static.
     """
 
-    @property
-    def draft_length(self) -> int:
-        """The most tokens proposed per round, N."""
+    if TYPE_CHECKING:  # an abstract property would stand in the way of a field
 
-    def validate(self, params: Params, positions: int) -> None:
-        """Raises ValueError where the model cannot be drafted for in this way.
+        @property
+        def draft_length(self) -> int:
+            """The most tokens proposed per round, N."""
 
-        positions: tokens per row that decoding may reach.
+    def validate(self, params: Params, positions: int) -> None:  # noqa: B027 - nothing to refuse
+        """Checks that the drafter can draft for a model.
+
+        Args:
+          params: the model that will verify.
+          positions: tokens per row that decoding may reach.
+
+        Raises:
+          ValueError: it cannot.
         """
 
     def init(self, params: Params, state: DecodeState, width: int) -> Any:
-        """The drafter's own state, a pytree; None where it keeps nothing.
+        """Returns the drafter's own state before the first round.
 
-        width: the prompts end within the first `width` of the state's tokens.
+        Args:
+          params: the model that will verify.
+          state: the decoding state; its `draft` is not set yet.
+          width: the prompts end within the first `width` of the state's tokens.
+
+        Returns:
+          A pytree. None where the drafter keeps nothing, which is the default.
         """
+        return None
 
+    @abc.abstractmethod
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
-        """Tokens to follow `state.last_tokens`.
+        """Proposes tokens to follow `state.last_tokens`.
 
-        `params` is the model that will verify them: the target, or the level above. The state comes
-        back with what drafting changed: scratch slots of the cache (those at cache.lengths and
-        above; the lengths themselves as they were) and `draft`.
+        Args:
+          params: the model that will verify them: the target, or the level above.
+          state: the decoding state; `state.draft` is the drafter's own.
+
+        Returns:
+          The proposal, and the state with what drafting changed. It may change `draft` and scratch
+          slots of the cache, at `cache.lengths` and above, but not the lengths themselves.
         """
 
     def observe(self, draft: Any, verified: Verified) -> Any:
-        """The drafter's state after the target has spoken."""
+        """Returns the drafter's own state after a round. By default it stays as it is.
+
+        Args:
+          draft: the drafter's own state.
+          verified: what the model made of the proposal.
+        """
+        return draft
 
     def levels(self, draft: Any) -> tuple[Stats, ...]:
-        """Counts of the drafter's own rounds of draft and verification, the upper levels first."""
+        """Returns counts of the drafter's own rounds of draft and verification, if it has any.
+
+        The upper levels come first.
+        """
+        return ()
+
+
+def check_is_drafter(drafter: object) -> None:
+    """Raises ValueError unless `drafter` is a complete `Drafter`."""
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"drafter must be a drafter such as specjax.QSpec(), got {drafter!r}"
+            + (": derive its class from specjax.Drafter" if hasattr(drafter, "propose") else "")
+        )
+    if not hasattr(drafter, "draft_length"):
+        raise ValueError(f"drafter must have a draft_length, and {drafter!r} has none")

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
 from specjax.speculation.sampling import draw, probabilities
-from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
+from specjax.speculation.state import DecodeState, Proposal
 from specjax.speculation.verification import score
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """Every node of depth d has branches[d] children, the most probable one last.
 
     params: a draft model made of the target's weights; it reads and overwrites the target's cache.
@@ -45,12 +46,6 @@ class TreeDrafter:
             leaves = range(first, len(parents))
         return tuple(parents)
 
-    def validate(self, params: Params, positions: int) -> None:
-        pass
-
-    def init(self, params: Params, state: DecodeState, width: int) -> None:
-        return None
-
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         rows, n = state.tokens.shape[0], self.draft_length
         parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32), (rows, n))
@@ -75,12 +70,6 @@ class TreeDrafter:
         verifiable = jnp.broadcast_to(jnp.arange(n) % 5 != 0, (rows, n)) if self.aside else None
         q = jnp.concatenate(distributions, axis=1) if distributions else None
         return Proposal(tokens, counts, q, parents, verifiable), state
-
-    def observe(self, draft: None, verified: Verified) -> None:
-        return None
-
-    def levels(self, draft: None) -> tuple[Stats, ...]:
-        return ()
 
 
 def _draw(state: DecodeState, p: jax.Array, first: int) -> jax.Array:
