@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -27,10 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             groups[item.nodeid.partition("[")[0]].append(item)
     for group in groups.values():
         (strength,) = group[0].get_closest_marker("covering").args
-        chosen = set(covering([item.callspec.indices for item in group], strength))
+        chosen = set(covering([values(item.callspec.params) for item in group], strength))
         for number, item in enumerate(group):
             if number not in chosen:
                 item.add_marker(pytest.mark.exhaustive)
+
+
+def values(parameters: Mapping[str, Any]) -> dict[str, Hashable]:
+    """The same, but comparable: all but words and numbers by identity."""
+    plain = str | int | float | None
+    return {k: v if isinstance(v, plain) else id(v) for k, v in parameters.items()}
 
 
 @pytest.fixture(autouse=True, scope="module")

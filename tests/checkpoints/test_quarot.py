@@ -145,6 +145,7 @@ def test_checkpoints_keep_the_rotation(tmp_path: Path) -> None:
     ("dtype", "activation", "cache_bits"),
     [("float32", "a8", 16), ("bfloat16", "a4", 16), ("float32", "a4", 4), ("bfloat16", "a8", 8)],
 )
+@pytest.mark.covering(1)
 def test_drafting_does_not_change_greedy_output(
     dtype: str, activation: str, cache_bits: int
 ) -> None:

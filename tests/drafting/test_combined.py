@@ -25,6 +25,7 @@ from specjax.drafting.combined import merge
 from specjax.drafting.datastore import Datastore
 from specjax.speculation.state import Proposal
 from specjax.speculation.trees import from_sequences
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model
 
 Path = tuple[int, ...]
@@ -122,7 +123,7 @@ DRAFTERS = {
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", representatives(DRAFTERS, "below QSpec"))
 def test_greedy_output_does_not_change(name: str) -> None:
     params, drafter = DRAFTERS[name]
     plain, drafted = (

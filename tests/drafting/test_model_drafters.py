@@ -15,6 +15,7 @@ from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel
 from specjax.generation.decoding import start
 from specjax.model.params import Linear
 from specjax.speculation.rounds import step
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
 TARGET = random_model(CONFIG)
@@ -67,7 +68,9 @@ def plain() -> specjax.DecodeResult:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", representatives(DRAFTERS, "a cast", "adaptive", "two levels in one cache")
+)
 def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
     result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=DRAFTERS[name])
     np.testing.assert_array_equal(result.tokens, plain.tokens)

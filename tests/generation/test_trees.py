@@ -29,6 +29,7 @@ from specjax.speculation.acceptance import sample_path
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from tests.kernels.test_cpu_attention import CACHES, OPERANDS, as_a_chain, make_case, same_bits
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.tree_drafter import TreeDrafter
 
@@ -88,6 +89,7 @@ def test_paths_by_walking_upwards(parents) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.covering(1)
 def test_the_reference_reads_a_path_as_a_chain(window: int | None, cache: str) -> None:
     """As `test_cpu_attention.test_a_trees_path_is_its_chain` for the C++ library."""
     options = {"window": window, "head_scale": 0.2}
@@ -105,6 +107,7 @@ def test_the_reference_reads_a_path_as_a_chain(window: int | None, cache: str) -
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 16), ("float32", 8),
                                              ("bfloat16", 4)])  # fmt: skip
+@pytest.mark.covering(1)
 def test_logits_are_those_of_plain_decoding(dtype: str, bits: int, window: int | None) -> None:
     config = dataclasses.replace(CONFIG, dtype=dtype, sliding_window=window)
     params = random_model(config)
@@ -148,7 +151,9 @@ DRAFTERS = {
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", representatives(DRAFTERS, "of all sizes", "below a level in one cache")
+)
 def test_greedy_output_does_not_change(name: str) -> None:
     options = {"max_new_tokens": NEW, "stop_tokens": (3,)}
     plain = specjax.decode(TARGET, PROMPTS, drafter=specjax.Autoregressive(), **options)
@@ -163,6 +168,7 @@ def test_greedy_output_does_not_change(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("name", ["the best branch last", "of all sizes"])
+@pytest.mark.covering(1)
 def test_cache_is_that_of_plain_decoding_after_every_round(name: str, bits: int) -> None:
     options = {"max_new_tokens": NEW, "cache_bits": bits, "cache_capacity": 128}
     plain = start(TARGET, PROMPTS, drafter=specjax.Autoregressive(), **options)

@@ -172,6 +172,7 @@ CASES = {
 
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.covering(1)
 def test_agrees_with_float64(name: str, instruction_set: str) -> None:
     expected, bound = exact(CASES[name])
     error = np.abs(run(CASES[name], instruction_set) - expected)
@@ -180,6 +181,7 @@ def test_agrees_with_float64(name: str, instruction_set: str) -> None:
 
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("cache", CACHES[1:])
+@pytest.mark.covering(1)
 def test_a_mean_of_ones_is_one(cache: str, instruction_set: str) -> None:
     """A weight keeps its 24 bits on the way to the values: sums err by 2^-21, 16 bits by 2^-17."""
     case = make_case(1, 5, 8, 2, 64, 512, [300], cache=cache)
@@ -211,6 +213,7 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     [("float32", 40), ("bfloat16", 40), ("bfloat16", 64), ("8 bits", 64), ("4 bits", 64)],
 )
 @pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.covering(1)
 def test_rows_tokens_and_capacity(
     cache: str, e: int, window: int | None, instruction_set: str
 ) -> None:
@@ -231,6 +234,7 @@ def test_rows_tokens_and_capacity(
     ("cache", "e"),
     [("bfloat16", 64), ("bfloat16", 20), ("float32", 32), ("8 bits", 32), ("4 bits", 64)],
 )
+@pytest.mark.covering(1)
 def test_tokens_in_pieces(cache: str, e: int, instruction_set: str) -> None:
     """A prefill in one call, in pieces and token by token, over the edges of blocks."""
     case = make_case(1, 300, 4, 2, e, 640, [230], cache=cache)
@@ -264,6 +268,7 @@ def test_a_window_that_holds_all_is_none() -> None:
     ],
 )
 @pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.covering(1)
 def test_a_trees_path_is_its_chain(
     window: int | None, cache: str, h: int, e: int, instruction_set: str
 ) -> None:
@@ -309,6 +314,7 @@ def test_the_number_of_threads_changes_nothing(threads: int, tmp_path: Path) -> 
     [("float32", 24), ("bfloat16", 24), ("bfloat16", 64), ("8 bits", 64), ("4 bits", 64)],
 )
 @pytest.mark.parametrize("mask", [None, "chain"])
+@pytest.mark.covering(1)
 def test_nothing_leaks_from_what_is_not_seen(
     mask: str | None, cache: str, e: int, instruction_set: str
 ) -> None:

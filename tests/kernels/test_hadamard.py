@@ -89,6 +89,7 @@ needs_library = pytest.mark.skipif(not cpu.available(), reason="the C++ library 
 @needs_library
 @pytest.mark.parametrize("r", [1, 3, 40])
 @pytest.mark.parametrize("n", [1, 2, 12, 28, 64, 172, 400, 1536])
+@pytest.mark.covering(1)
 def test_the_library_adds_in_the_same_order(n: int, r: int) -> None:
     rng = np.random.default_rng([n, r])
     x = jnp.asarray(rng.normal(size=(5, n, r)), jnp.float32)

@@ -79,6 +79,7 @@ def test_an_odd_number_of_inputs_stays() -> None:
 
 @formats
 @pytest.mark.parametrize("instruction_set", instruction_sets())
+@pytest.mark.covering(1)
 def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
     """Few rows, which are multiplied as they are decoded, and many."""
     for m, n, k in (
@@ -119,6 +120,7 @@ def _products(
 
 @formats
 @pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.covering(1)
 def test_the_door_takes_them(name: str, implementation: str | None) -> None:
     weight, x = random_weights(37, 300)[name], random_rows(3, 300)
     if isinstance(weight, Int4Weight):

@@ -105,6 +105,7 @@ def check(implementation: str, x: jax.Array, weight: Weight, activation: str) ->
 @implementations
 @formats
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.covering(2)
 def test_the_meaning(implementation: str, name: str, dtype: str) -> None:
     for m, n, k in ((1, 70, 300), (9, 65, 512)):
         weight = random_weights(n, k)[name]
@@ -123,6 +124,7 @@ def test_every_number_of_rows(implementation: str) -> None:
 
 @implementations
 @formats
+@pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> None:
     # The same bits for M = 1 … 100, and wherever the row stands.
     weight, x = random_weights(70, 300)[name], random_rows(100, 300)
@@ -136,6 +138,7 @@ def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> 
 
 @implementations
 @formats
+@pytest.mark.covering(1)
 def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str) -> None:
     weight = random_weights(40, 300)[name]
     clean = np.array(random_rows(5, 300, "float32"))

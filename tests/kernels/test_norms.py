@@ -43,6 +43,7 @@ def same_bits(actual: jax.Array, expected: jax.Array | np.ndarray) -> None:
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])
 @pytest.mark.parametrize("x", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 3, 256), (1, 4, 3, 64), (5, 1), (3, 33), (2, 1000), (64,)])
+@pytest.mark.covering(1)
 def test_by_the_book(name: str, shape: tuple[int, ...], x: str, scale: str) -> None:
     operands = make_case(*shape, x=x, scale=scale)
     values, factors = (np.asarray(operand, np.float64) for operand in operands)
@@ -65,6 +66,7 @@ def test_bfloat16_is_the_rounded_result(name: str) -> None:
 @implementations
 @pytest.mark.parametrize("x", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [5, 64, 1000])
+@pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(name: str, width: int, x: str) -> None:
     rows, scale = make_case(140, width, x=x)  # of 1000, enough for two threads
     whole = jitted(name)(rows, scale)

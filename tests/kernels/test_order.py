@@ -87,6 +87,7 @@ def _without_outliers(weight: Quantized) -> dict[str, None]:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.covering(1)
 def test_product_is_that_of_the_values(name: str, dtype: str, implementation: str) -> None:
     weight, x = ordered(name), random_rows(9, K, dtype)
     y = matmul(x, weight, implementation=implementation)
@@ -102,6 +103,7 @@ def test_product_is_that_of_the_values(name: str, dtype: str, implementation: st
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["a16", "a8", "a4"])
 @pytest.mark.parametrize("name", ["int4", "int4 zeros", "int8 zeros", "int8 zeros channel"])
+@pytest.mark.covering(1)
 def test_order_only_moves_inputs(name: str, activation: str, implementation: str) -> None:
     weight, x = ordered(name), random_rows(9, K)
     y = matmul(x, weight, activation, implementation=implementation)

@@ -142,6 +142,7 @@ def lowered(function, platform: str, *args: object) -> str:
 @platforms
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.covering(1)
 def test_the_kernel_lowers(platform: str, activation: str, group_size: int | None) -> None:
     x, weight = random_rows(17, 2304), random_int4(300, 2304, group_size)
     kernel = KERNELS[platform]

@@ -21,6 +21,7 @@ def _normal(*shape: int, seed: int = 0) -> jax.Array:
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 172), (9, 33, 640), (3, 96, 64)])
+@pytest.mark.covering(1)
 def test_a16_is_the_product_with_the_dequantized_weight(m, n, k, group_size) -> None:
     x, weight = _normal(m, k), round_to_nearest(_normal(n, k, seed=1), group_size)
     exact = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
@@ -30,6 +31,7 @@ def test_a16_is_the_product_with_the_dequantized_weight(m, n, k, group_size) -> 
 @pytest.mark.parametrize("activation", ["a8", "a4"])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 172), (9, 33, 640)])
+@pytest.mark.covering(1)
 def test_quantized_activations_by_the_equation(m, n, k, group_size, activation) -> None:
     """y = Σ_k (qx · sx)(qw · sw), the activations rounded here in plain numpy."""
     x, weight = _normal(m, k), round_to_nearest(_normal(n, k, seed=1), group_size)

@@ -70,6 +70,7 @@ def _case(bits: int, e: int) -> tuple:
 @pytest.mark.parametrize("implementation", ["reference", *instruction_sets()])
 @pytest.mark.parametrize("e", [16, 36, 64, 128])
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.covering(1)
 def test_attention_reads_what_entries_stand_for(bits, e, implementation) -> None:
     queries, keys, values, *others = _case(bits, e)
 
@@ -101,6 +102,7 @@ def test_attention_over_codes_under_vmap() -> None:
 @pytest.mark.optimized
 @pytest.mark.parametrize("activation", ["a8", "a4"])
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.covering(1)
 def test_output_is_that_of_plain_decoding(bits, activation) -> None:
     params, prompts = quantized_model(group_size=32), random_prompts((5, 17), CONFIG.vocab_size)
     options = {"max_new_tokens": 24, "cache_bits": bits, "stop_tokens": ()}

@@ -21,6 +21,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation import trees
+from tests.support.covering import representatives
 
 pytestmark = pytest.mark.optimized
 
@@ -66,7 +67,9 @@ def read_case(name: str) -> Case:
         return Case(load(GOLDEN / name), **arrays)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module", params=representatives(NAMES, "llama3", "odd_sizes", "qwen25_window", "qwen3")
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return read_case(request.param)
 

@@ -37,6 +37,7 @@ def _same_rows(function, x: jax.Array, sizes: tuple[int, ...] = SIZES) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("n", "k"), [(512, 256), (33, 172)])
+@pytest.mark.covering(1)
 def test_matmul(n: int, k: int, dtype: str) -> None:
     rng = np.random.default_rng(k)
     x = jnp.asarray(rng.normal(size=(33, k)) * np.exp(rng.normal(size=(33, 1))), dtype)
@@ -78,6 +79,7 @@ def test_attention_ignores_neighbours_and_capacity(window: int | None) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["a16", "a8"])
 @pytest.mark.parametrize(("bits", "hadamard"), [(16, False), (8, False), (4, True)])
+@pytest.mark.covering(1)
 def test_forward_in_pieces(dtype: str, activation: str, bits: int, hadamard: bool) -> None:
     """Nine tokens in one pass, in pieces and alone: the same logits and the same cache."""
     config = dataclasses.replace(CONFIG, dtype=dtype, hadamard=hadamard)

@@ -1,18 +1,18 @@
-"""Chooses few cases of a large parametrization that cover much of it: a covering array."""
+"""Chooses few cases of many for `make test`; `make test-all` runs the others too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 
-Case = Mapping[str, int]  # the number of the value that each parameter has
+import pytest
 
 
-def covering(cases: Sequence[Case], strength: int) -> list[int]:
+def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
     """Greedily chooses cases until every combination of `strength` values that occurs is in one.
 
     Args:
-        cases: Every case; all name the same parameters.
+        cases: The value of each parameter in every case; all name the same parameters.
         strength: 1 for every value of every parameter, 2 for every pair of values, and so on.
 
     Returns:
@@ -26,3 +26,12 @@ def covering(cases: Sequence[Case], strength: int) -> list[int]:
         chosen.append(best)
         missing -= parts[best]
     return sorted(chosen)
+
+
+def representatives(cases: Iterable[object], *chosen: object) -> list[object]:
+    """The cases as parameters; those that are not chosen are exhaustive."""
+    cases = list(cases)
+    if unknown := [each for each in chosen if each not in cases]:
+        raise ValueError(f"these are not among the cases: {unknown}")
+    exhaustive = pytest.mark.exhaustive
+    return [each if each in chosen else pytest.param(each, marks=exhaustive) for each in cases]
