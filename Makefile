@@ -6,7 +6,7 @@ COMPILERS := .venv-compilers
 GPU := .venv-gpu
 COMPILE_QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 
-.PHONY: demo test lint docs golden install-check neon-check compile-check gpu-check clean
+.PHONY: demo test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
@@ -14,9 +14,18 @@ demo: $(VENV)/.base
 # XLA compiles most tests' programs quickly rather than well: that is most of a test's time, and they
 # ask what is drafted, accepted and refused. Those marked `optimized` ask what arithmetic gives, and
 # run as users' programs are compiled; `pytest` alone runs all of them so.
+# `test` covers every room and every promise; `test-rest` runs the cases that it leaves out.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m optimized
-	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" $(BIN)/python -m pytest -m "not optimized"
+	$(BIN)/python -m pytest -m "optimized and not exhaustive"
+	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
+	    $(BIN)/python -m pytest -m "not optimized and not exhaustive"
+
+test-rest: $(VENV)/.test
+	$(BIN)/python -m pytest -m "optimized and exhaustive"
+	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
+	    $(BIN)/python -m pytest -m "not optimized and exhaustive"
+
+test-all: test test-rest
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
