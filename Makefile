@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := .venv-compilers
 GPU := .venv-gpu
-COMPILE_QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+# jaxlib 0.11, which Python 3.12 and later get, refuses the second flag.
+COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
+    'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * (jaxlib.__version__ < "0.11"))')
 
 .PHONY: demo test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
