@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.random_models import quantized_model
 from tests.support.word_tokenizer import WordTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+SECONDS_A_FILE = 30  # of `make test` on two quiet cores
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -32,6 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(group):
             if number not in chosen:
                 item.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints which files took longer than a file should; no test fails for its time."""
+    seconds: Counter[str] = Counter()
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    for file, total in seconds.most_common():
+        if total > SECONDS_A_FILE:
+            terminalreporter.write_line(f"{total:5.0f} s in {file}")
 
 
 def values(parameters: Mapping[str, Any]) -> dict[str, Hashable]:
