@@ -23,6 +23,7 @@ from pallas_kernels.weight_values import dequantize
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, Params
 from specjax.model.transformer import forward
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.random_weights import random_int4
 
@@ -167,7 +168,9 @@ def test_weights_clip_activations_at_4_bits_only() -> None:
     assert np.any(np.asarray(expected) != np.asarray(matmul(x, plain, "a4")))
 
 
-@pytest.mark.parametrize("method", ["atom", "atom+gptq", "quarot+atom"])
+@pytest.mark.parametrize(
+    "method", representatives(["atom", "atom+gptq", "quarot+atom"], "quarot+atom")
+)
 def test_whole_models(method: str, tmp_path: Path) -> None:
     """Drafting does not change greedy output, a checkpoint keeps the model, down needs no order."""
     tokens = np.random.default_rng(4).integers(0, CONFIG.vocab_size, (2, 40))
@@ -186,6 +189,7 @@ def test_whole_models(method: str, tmp_path: Path) -> None:
     assert 0 < float(drafted.stats.acceptance_rate) < 1, "a case that tests nothing"
 
 
+@pytest.mark.exhaustive
 def test_4_bit_activations_err_less_on_real_weights() -> None:
     """The model that ships, on text that it was not calibrated on: QuaRot and Atom beat RTN."""
     params, tokenizer = specjax.load("tiny-16bit"), specjax.load_tokenizer("tiny-16bit")

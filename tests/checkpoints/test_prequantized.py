@@ -21,6 +21,7 @@ from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.params import Params
 from tests.checkpoints.test_convert import assert_same
 from tests.support import packers
+from tests.support.covering import representatives
 from tests.support.hf_directories import random_tensors
 from tests.support.packers import (
     AWQ,
@@ -222,7 +223,9 @@ def test_compressed_tensors_agrees(tmp_path: Path, case: str) -> None:
 
 
 # Greedy output with quantized drafts is that of plain decoding, bit for bit.
-@pytest.mark.parametrize("case", ["awq", "gptq act-order", "packed 8 bits asymmetric"])
+@pytest.mark.parametrize(
+    "case", representatives(["awq", "gptq act-order", "packed 8 bits asymmetric"], "gptq act-order")
+)
 def test_decode_is_exact(tmp_path: Path, case: str) -> None:
     config, packer, _, fields = CASES[case]
     write_quantized(tmp_path, config, all_but_head(packer), fields)

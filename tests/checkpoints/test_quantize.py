@@ -284,6 +284,7 @@ def library_text(package: str) -> str:
 # On the shipped model's real weights and text that it was not calibrated on, the error of the
 # output, as divergence of the predicted tokens, falls as the papers say: the methods that look at
 # activations err less than rounding to nearest.
+@pytest.mark.exhaustive
 def test_order_on_real_weights() -> None:
     params, tokenizer = load("tiny-16bit"), load_tokenizer("tiny-16bit")
     tokens, unseen = (

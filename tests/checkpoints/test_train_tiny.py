@@ -74,6 +74,7 @@ def full_precision(out: Path) -> dict:
     return train_tiny.Run(MICRO, plan, out).state["params"]
 
 
+@pytest.mark.exhaustive
 def test_loss_falls(whole: Path) -> None:
     records = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
     for kind in tiny_corpus.KINDS[:3]:

@@ -27,6 +27,11 @@ DRAFTERS = [
     specjax.QSpec(draft_length=8, activation="a8"),
     specjax.QSpec(overwrite=False, activation="a4"),
 ]
+with_and_without_drafts = pytest.mark.parametrize(
+    "drafter",
+    representatives([specjax.QSpec(), specjax.Autoregressive()], specjax.QSpec()),
+    ids=repr,
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,7 @@ def test_composes_with_vmap_over_keys(params) -> None:
     assert len({tuple(np.asarray(tokens[0]).tolist()) for tokens in together}) > 1
 
 
+@pytest.mark.exhaustive
 def test_a_rows_sample_depends_on_its_key_alone(params) -> None:
     keys = jax.random.split(jax.random.key(1), 3)
     options = {"max_new_tokens": 8, "sampling": specjax.Sampling(temperature=0.9, top_p=0.95)}
@@ -180,7 +186,7 @@ def test_qspec_adds_no_second_copy(params) -> None:
     assert state_bytes(specjax.QSpec()) == state_bytes(specjax.Autoregressive())
 
 
-@pytest.mark.parametrize("drafter", [specjax.Autoregressive(), specjax.QSpec()], ids=repr)
+@with_and_without_drafts
 def test_weights_are_never_unpacked_as_a_whole(drafter: specjax.Drafter) -> None:
     """Temporaries of the whole compiled decode stay far below the weights: no second copy of the
     packed layers, of a 16-bit embedding or of a 16-bit head, whatever their sizes divide by."""
@@ -196,7 +202,7 @@ def test_weights_are_never_unpacked_as_a_whole(drafter: specjax.Drafter) -> None
         assert temporaries < params.nbytes / 4
 
 
-@pytest.mark.parametrize("drafter", [specjax.Autoregressive(), specjax.QSpec()], ids=repr)
+@with_and_without_drafts
 def test_the_cache_is_updated_in_place(params, drafter) -> None:
     """A round's temporaries do not grow with the cache, and its state is used up, not copied."""
 
@@ -277,6 +283,7 @@ def test_choices_are_checked_when_made(make, message) -> None:
         make()
 
 
+@pytest.mark.exhaustive
 def test_a_model_with_plain_layers_among_quantized_ones() -> None:
     """As checkpoints of other projects leave some out: those layers take 16-bit activations."""
     plain, quantized = random_model(), quantized_model(group_size=32)
