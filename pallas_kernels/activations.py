@@ -1,16 +1,17 @@
 """Dynamic quantization of activations: the low-precision half of W4A8 and W4A4.
 
-Every scale is taken from the values it scales (QSpec section 4.1, after Atom): one per token and
-group of inputs, or one per token where the weight has one scale per channel. Rounding is to
-nearest, ties to even.
+Every scale is taken from the values that it scales (QSpec section 4.1, after Atom): one per token
+and group of inputs, or one per token where the weight has one scale per channel. Values are rounded
+to nearest, ties to even.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int8
 
 Activation = Literal["a16", "a8", "a4"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -24,37 +25,39 @@ def check_activation(activation: str) -> None:
 
 
 def quantize_activations(
-    x: jax.Array, activation: Activation, group_size: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """x ≈ q · scale, symmetric.
+    x: Float32[Array, "M K"], activation: Activation, group_size: int | None
+) -> tuple[Int8[Array, "M K"], Float32[Array, "M G"]]:
+    """Rounds each group of inputs to a symmetric integer grid: x ≈ q · scale.
 
     Args:
       x: f32[M, K], K a multiple of `group_size`.
       activation: "a8" (q in -127 … 127) or "a4" (q in -7 … 7).
-      group_size: inputs per scale, None for one scale per token.
+      group_size: inputs per scale; None for one scale per token.
 
     Returns:
-      q: int8[M, K], and scales: f32[M, groups]. A group of zeros, or of values
-      too small for a normal float32 scale, has scale zero.
+      q: int8[M, K], and scales: f32[M, G]. A group of zeros has scale zero, and so has a group
+      whose scale would be too small for a normal float32.
     """
     m, k = x.shape
     groups = x.reshape(m, -1, group_size or k)
-    # Reciprocals are written out, because XLA makes them of some divisions and not of others.
+    # Explicit reciprocals, because XLA replaces some divisions by them and not others.
     scales = jnp.max(jnp.abs(groups), axis=-1) * (1 / LEVELS[activation])
-    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales)
+    scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
     q = jnp.round(groups * inverse[:, :, None]).astype(jnp.int8)
     return q.reshape(m, k), scales
 
 
-def clip_activations(x: jax.Array, group_size: int | None, ratio: float) -> jax.Array:
+def clip_activations(
+    x: Float[Array, "M K"], group_size: int | None, ratio: float
+) -> Float32[Array, "M K"]:
     """Clips every value at `ratio` times the largest magnitude of its group (Atom, section 4.2).
 
-    The clipped values reach that limit, so `quantize_activations` takes its scale from it.
+    `quantize_activations` then takes its scale from that limit, which the clipped values reach.
 
     Args:
       x: bf16 or f32[M, K].
-      group_size: inputs per group, the last one may be shorter; None for one group per token.
+      group_size: inputs per group, of which the last may be shorter; None for one group per token.
       ratio: above 0, at most 1.
 
     Returns:

@@ -1,26 +1,28 @@
 """Attention of new tokens over a KV cache that already holds them: picks the implementation.
 
-All of them run a softmax over blocks of cache slots, each at its own number, so that the cost
-follows the context in use and a row's result depends neither on its neighbours nor on how many
-tokens share the call.
+Every implementation runs a softmax over blocks of cache slots, which begin at fixed slots. So the
+cost follows the context in use, and a row's result depends neither on its neighbours nor on how
+many tokens share the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 from pallas_kernels import attention_reference, cpu, mosaic_tpu, triton_gpu
 from pallas_kernels.attention_reference import BLOCK as BLOCK
-from pallas_kernels.cache_entries import Entries
+from pallas_kernels.cache_entries import Entries, QuantizedEntries
 
 
 def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A kernel that takes a tree as a mask, mask[b, t, j]: token t sees new token j."""
+    """Gives a kernel the tree as a mask: mask[b, t, j] if token t sees new token j."""
 
     def attention(*operands: jax.Array, **options: object) -> jax.Array:
         *others, ancestors = operands
@@ -32,7 +34,8 @@ def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return attention
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+Implementation = Literal["reference", "cpu", "triton_gpu", "mosaic_tpu"]
+IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
     "reference": attention_reference.attention,
     "cpu": cpu.attention,
     "triton_gpu": _masked(triton_gpu.attention),
@@ -42,41 +45,45 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 
 @partial(jax.jit, static_argnames=("window", "head_scale", "implementation"))
 def attention(
-    queries: jax.Array,
-    keys: Entries,
-    values: Entries,
-    lengths: jax.Array,
-    positions: jax.Array,
-    ancestors: jax.Array | None,
+    queries: Float[Array, "B T H E"],
+    keys: Float32[Array, "B S K E"] | UInt16[Array, "B S K E"] | QuantizedEntries,
+    values: Float32[Array, "B S K E"] | UInt16[Array, "B S K E"] | QuantizedEntries,
+    lengths: Int32[Array, " B"],
+    positions: Int32[Array, "B T"],
+    ancestors: Int32[Array, "B T depth"] | None,
     *,
     window: int | None,
     head_scale: float,
-    implementation: str | None = None,
-) -> jax.Array:
+    implementation: Implementation | None = None,
+) -> Float32[Array, "B T H E"]:
     """Softmax attention of T new tokens per row, in float32.
 
-    A token sees every slot below its row's length (the context) and, of the new tokens in slots
-    length … length + T - 1, those on the path to it; none that is `window` or more positions back.
-    On CPUs a tree's token gets the result, bit for bit, that it would get at the end of its path
-    alone; the accelerators' kernels add its path up where it lies, which may round otherwise.
+    A token sees every slot below its row's length (the context). New tokens are in the slots
+    length … length + T - 1, and a token sees those on the path to it. It sees nothing that is
+    `window` or more positions back.
+
+    On CPUs a token of a tree gets the same bits as at the end of its path alone. Accelerators'
+    kernels sum over a path where it lies in the cache, which may round differently.
 
     Args:
-      queries: [B, T, H, E].
-      keys, values: [B, S, K, E], S a multiple of BLOCK, in any form of `Entries`; the new tokens'
+      queries: bf16 or f32[B, T, H, E].
+      keys: [B, S, K, E] in any form of `Entries`, S a multiple of BLOCK. The new tokens' entries
         are in place.
-      lengths: int32[B], slots of context per row, the new tokens not counted.
-      positions: int32[B, T], positions of the new tokens; a context slot's position is its number.
-      ancestors: int32[B, T, D], of a tree: the new tokens on the path to each, itself last, with
-        rising numbers, padded with -1; None: a chain, whose positions are length … length + T - 1.
-      window: visible positions, None for all.
-      head_scale: factor on the scores.
-      implementation: None for the platform's best, or one of `IMPLEMENTATIONS`.
+      values: as the keys.
+      lengths: int32[B], slots of context per row, without the new tokens.
+      positions: int32[B, T], positions of the new tokens. A context slot's position is its number.
+      ancestors: None for a chain, whose positions are length … length + T - 1. For a tree,
+        int32[B, T, depth]: the new tokens on the path to each token, ascending, the token itself
+        last, padded with -1.
+      window: visible positions; None for all.
+      head_scale: multiplies the scores.
+      implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:
       f32[B, T, H, E].
 
     Raises:
-      ValueError: the implementation asked for is none, or does not serve these operands.
+      ValueError: the implementation does not exist, or does not serve these operands.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -86,19 +93,20 @@ def attention(
     if implementation is not None:
         kernels = {"default": IMPLEMENTATIONS[implementation]}
     operands = (queries, keys, values, lengths, positions, ancestors)
-    return lax.platform_dependent(
+    y: jax.Array = lax.platform_dependent(
         *operands,
         **{
             platform: partial(kernel, window=window, head_scale=head_scale)
             for platform, kernel in kernels.items()
         },
     )
+    return y
 
 
 def _by_platform(
     queries: jax.Array, keys: Entries, ancestors: jax.Array | None
 ) -> dict[str, Callable[..., jax.Array]]:
-    """Every platform's kernel, if it serves these operands; the reference serves the rest."""
+    """The kernels that serve these operands, by platform; the reference is the default."""
     kernels = {"default": IMPLEMENTATIONS["reference"]}
     if cpu.available():
         kernels["cpu"] = IMPLEMENTATIONS["cpu"]

@@ -22,6 +22,8 @@ from pallas_kernels.cache_entries import Entries, read_block, read_slots
 from pallas_kernels.row_tiles import ROW_TILE, over_tiles
 
 BLOCK = 128  # cache slots per step of the running softmax
+# Per query row: the greatest score, the sum of the weights, the sum of values under them.
+State = tuple[jax.Array, jax.Array, jax.Array]
 _MASKED = -1e30  # finite, so that a block nobody sees gives exp(0) = 1, not NaN
 
 
@@ -108,7 +110,7 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
     kv_heads, r, e = queries.shape
     per_head = r // ROW_TILE
 
-    def add(carry, k, v, slots):
+    def add(carry: State, k: jax.Array, v: jax.Array, slots: jax.Array) -> State:
         """Takes a block in. k, v: f32[BLOCK, K, E]."""
         maximum, total, acc = carry
         scores = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (1,))), precision="highest")
@@ -124,27 +126,28 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
             acc * keep[:, :, None] + mixed,
         )
 
-    def block(i, carry):
+    def block(i: jax.Array, carry: State) -> State:
         k, v = (read_block(entries, sight.row, i * BLOCK, BLOCK) for entries in (keys, values))
         return add(carry, k, v, i * BLOCK + jnp.arange(BLOCK))
 
-    def block_of_paths(i, carry):
+    def block_of_paths(i: jax.Array, carry: State) -> State:
         slots = i * BLOCK + jnp.arange(BLOCK)
         new = sight.new_tokens(slots)
         places = jnp.where(new < 0, slots, sight.length + new)
 
-        def of_token(n):
+        def of_token(n: jax.Array) -> list[jax.Array]:
             k, v = (read_slots(entries, sight.row, places[n]) for entries in (keys, values))
             parts = add(carry, k, v, slots)
             return [part.reshape(kv_heads, ROW_TILE, -1)[:, n] for part in parts]
 
         parts = lax.map(of_token, jnp.arange(ROW_TILE))
-        return tuple(
+        maximum, total, acc = (
             jnp.moveaxis(part, 0, 1).reshape(old.shape)
             for part, old in zip(parts, carry, strict=True)
         )
+        return maximum, total, acc
 
-    carry = (
+    carry: State = (
         jnp.full((kv_heads, r), _MASKED),
         jnp.zeros((kv_heads, r)),
         jnp.zeros((kv_heads, r, e)),

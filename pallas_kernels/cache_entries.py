@@ -15,6 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 CACHE_BITS = (16, 8, 4)
@@ -72,7 +73,8 @@ def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.
     def put(old: jax.Array, part: jax.Array) -> jax.Array:
         return old.at[rows, slots].set(part, mode="drop", unique_indices=True)
 
-    return jax.tree.map(put, entries, parts)
+    written: Entries = jax.tree.map(put, entries, parts)
+    return written
 
 
 def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) -> jax.Array:
@@ -98,7 +100,8 @@ def move_entries(
     def move(part: jax.Array) -> jax.Array:
         return part.at[rows, targets].set(part[rows, sources], mode="drop")
 
-    return jax.tree.map(move, entries)
+    moved: Entries = jax.tree.map(move, entries)
+    return moved
 
 
 def _values(entries: Entries) -> jax.Array:
@@ -121,7 +124,7 @@ def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
     low, high = jnp.minimum(jnp.min(x, axis=-1), 0), jnp.maximum(jnp.max(x, axis=-1), 0)
     # Reciprocals are written out, because XLA makes them of some divisions and not of others.
     scales = (high - low) * (1 / levels)
-    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales)
+    scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
     zeros = jnp.round(-low * inverse)
     codes = jnp.round(x * inverse[..., None]) + zeros[..., None]

@@ -1,16 +1,17 @@
 """Hadamard matrices, and the fast transform by them (QuaRot, section 3.1).
 
-A Hadamard matrix of order n has entries ±1 and H · Hᵀ = n · I, so H / √n is a rotation; it mixes
+A Hadamard matrix of order n has entries ±1 and H · Hᵀ = n · I, so H / √n is a rotation. It mixes
 every input into every output, which spreads outliers over all of them. Such a matrix can exist for
-n = 1, 2 and multiples of 4. Known here are
+n = 1, 2 and multiples of 4. This module builds
 
     2^k                      Sylvester's: H₂ ⊗ H₂ ⊗ …
     p + 1, 2 · (p + 1)       Paley's two constructions, p prime
     4 · m                    Williamson's, for the m below that Paley's leave out
 
-and all products of these, since H_a ⊗ H_b is one of order a · b: every multiple of 4 below 188 but
-156, and the sizes of all supported models' layers. A number of heads may have none: it is rotated
-in equal blocks of the largest size that divides it and has one, such as 14 heads two by two.
+and all products of these, since H_a ⊗ H_b is a Hadamard matrix of order a · b. That gives every
+multiple of 4 below 188 but 156, and the sizes of all supported models' layers. Where there is none,
+as for some numbers of heads, equal blocks are rotated, of the largest size that divides n and has a
+matrix: 14 heads are rotated two by two.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float32
 
 from pallas_kernels import cpu
 
 # Per m, four symmetric sequences of ±1 with period m whose periodic autocorrelations add up to
-# zero: bit i is set where entries i + 1 and m - i - 1 are -1. Found by a computer search.
+# zero. Bit i is set where entries i + 1 and m - i - 1 are -1. A computer search found them.
 WILLIAMSON = {
     13: (0x18, 0x2C, 0x21, 0x2A),
     23: (0x29F, 0x2F0, 0x31A, 0x48A),
@@ -37,20 +39,20 @@ WILLIAMSON = {
 
 
 @partial(jax.jit, static_argnames="axis")
-def hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
+def hadamard(x: Float32[Array, "*shape"], axis: int = -1) -> Float32[Array, "*shape"]:
     """Rotates one axis by a Hadamard matrix: y = H · x / √n, in blocks where there is none for n.
 
-    Batch-invariant, and the same in every program: the additions are in an order fixed by n.
+    The order of the additions is fixed by n, so the result is the same in every batch and program.
 
     Args:
-      x: f32[…].
-      axis: which axis is rotated.
+      x: f32[...].
+      axis: the axis to rotate.
 
     Returns:
-      f32[…], of the same norm along `axis`.
+      f32[...] of x's shape, with the same norm along `axis`.
 
     Raises:
-      ValueError: x has another type, or no entries along the axis.
+      ValueError: x is not float32, or has no entries along the axis.
     """
     if x.dtype != jnp.float32 or x.ndim < 1 or x.shape[axis] < 1:
         raise ValueError(
@@ -63,7 +65,7 @@ def hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
     matrices = [
         jnp.asarray(hadamard_matrix(order), jnp.float32) for order in dense_orders(size) or ()
     ]
-    y = lax.platform_dependent(
+    y: jax.Array = lax.platform_dependent(
         blocks,
         *matrices,
         cpu=partial(cpu.hadamard if cpu.available() else reference, scale=size**-0.5),
@@ -73,11 +75,11 @@ def hadamard(x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def reference(x: jax.Array, *matrices: jax.Array, scale: float) -> jax.Array:
-    """y = scale · (matrices ⊗ Sylvester's) · x in plain jnp: the definition, addition by addition.
+    """Computes y = scale · (matrices ⊗ Sylvester's) · x in plain jnp, addition by addition.
 
     Args:
       x: f32[B, n, R], rotated over its middle axis.
-      matrices: f32[m, m] of ±1, the product of all m times a power of two is n.
+      *matrices: f32[m, m] of ±1 each; n is the product of all m and a power of two.
       scale: multiplies the sums.
 
     Returns:
@@ -94,20 +96,21 @@ def reference(x: jax.Array, *matrices: jax.Array, scale: float) -> jax.Array:
 
 
 def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:
-    """x: f32[L, m, R] by a matrix of ±1 over its middle axis, the inputs added one by one."""
+    """Multiplies x: f32[L, m, R] over its middle axis by a matrix of ±1, adding input by input."""
 
     def add(j: jax.Array, total: jax.Array) -> jax.Array:
         column, inputs = (lax.dynamic_slice_in_dim(a, j, 1, axis=1) for a in (matrix, x))
-        return total + column * inputs  # fused or not, the product is exact
+        return total + column * inputs  # the product is exact, so fusing changes nothing
 
-    return lax.fori_loop(0, len(matrix), add, jnp.zeros_like(x))
+    product: jax.Array = lax.fori_loop(0, len(matrix), add, jnp.zeros_like(x))
+    return product
 
 
 def _butterflies(x: jax.Array) -> jax.Array:
-    """x: f32[L, 2^k, R] by Sylvester's matrix over its middle axis: sums of pairs, k times."""
+    """Multiplies x: f32[L, 2^k, R] over its middle axis by Sylvester's matrix, in k stages."""
 
-    # Pairs are neighbours and results go to the two halves, so that every stage is the same. They
-    # run as a loop because XLA would otherwise fuse all of them and compute each sum many times.
+    # Pairs are neighbours and results go to the two halves, so every stage is the same. The stages
+    # are a loop, because XLA would fuse unrolled ones and compute each sum many times.
     def stage(_: jax.Array, x: jax.Array) -> jax.Array:
         first, second = x[:, 0::2], x[:, 1::2]
         return jnp.concatenate((first + second, first - second), axis=1)
@@ -118,17 +121,20 @@ def _butterflies(x: jax.Array) -> jax.Array:
 
 @cache
 def rotation_size(n: int) -> int:
-    """The largest divisor of n for which a Hadamard matrix is known; n itself for most sizes."""
+    """The largest divisor of n for which this module builds a matrix; n itself for most sizes."""
     return next(d for d in range(n, 0, -1) if n % d == 0 and dense_orders(d) is not None)
 
 
 @cache
 def dense_orders(n: int) -> tuple[int, ...] | None:
-    """Orders, no powers of two, whose product with a power of two is n, with the smallest sum.
+    """The orders of the matrices whose product with a power of two has order n.
 
-    None where no Hadamard matrix of order n is known. Two itself counts as such an order: its
-    butterfly would be a loop of one iteration, which XLA takes apart and may then fuse with a
+    They are not powers of two, and of all choices these have the smallest sum. For n = 2 the order
+    is 2: a butterfly would be a loop of one iteration, which XLA unrolls and may fuse with a
     multiplication before it.
+
+    Returns:
+      The orders; None where no Hadamard matrix of order n is known.
     """
     if n & (n - 1) == 0:
         return (2,) if n == 2 else ()
@@ -141,7 +147,7 @@ def dense_orders(n: int) -> tuple[int, ...] | None:
 
 
 def _is_built(n: int) -> bool:
-    """Whether `hadamard_matrix` builds one of order n, a multiple of 4 and no power of two."""
+    """Whether `hadamard_matrix` builds one of order n, a multiple of 4. False for powers of two."""
     return n & (n - 1) != 0 and (
         _is_prime(n - 1) or (n % 8 == 4 and _is_prime(n // 2 - 1)) or n // 4 in WILLIAMSON
     )
@@ -153,28 +159,38 @@ def _is_prime(n: int) -> bool:
 
 @cache
 def hadamard_matrix(n: int) -> np.ndarray:
-    """A Hadamard matrix that is no product of smaller ones: int8[n, n], n = 2 or as listed above.
+    """A Hadamard matrix that is not a product of smaller ones.
 
-    Raises ValueError where none is known.
+    Args:
+      n: 2, or an order of Paley's or Williamson's constructions as listed above.
+
+    Returns:
+      int8[n, n] of ±1.
+
+    Raises:
+      ValueError: no such matrix is known.
     """
     if n == 2:
         return np.array([[1, 1], [1, -1]], np.int8)
     if n % 4 or not _is_built(n):
         raise ValueError(f"n must be 2, or p + 1, 2 · (p + 1) or 4 · m as listed, got {n}")
     if _is_prime(n - 1):  # Paley's first: p = 3 modulo 4
-        return np.eye(n, dtype=np.int8) + _residues(n - 1)
+        matrix: np.ndarray = np.eye(n, dtype=np.int8) + _residues(n - 1)
+        return matrix
     if n % 8 == 4 and _is_prime(n // 2 - 1):  # Paley's second: p = 1 modulo 4
         residues = _residues(n // 2 - 1)
         pairs = np.array([[1, 1], [1, -1]]), np.array([[1, -1], [-1, -1]])
-        return (np.kron(residues, pairs[0]) + np.kron(np.eye(n // 2), pairs[1])).astype(np.int8)
+        matrix = np.kron(residues, pairs[0]) + np.kron(np.eye(n // 2), pairs[1])
+        return matrix.astype(np.int8)
     a, b, c, d = (_symmetric_circulant(n // 4, bits) for bits in WILLIAMSON[n // 4])
     return np.block([[a, b, c, d], [-b, a, -d, c], [-c, d, a, -b], [-d, -c, b, a]])
 
 
 def _residues(p: int) -> np.ndarray:
-    """Jacobsthal's matrix (1, 0 or -1 as i - j is a square, zero or neither modulo p), bordered.
+    """Jacobsthal's matrix with a border: int8[p + 1, p + 1].
 
-    C · Cᵀ = p · I; C is symmetric where p = 1 modulo 4, else skew. int8[p + 1, p + 1].
+    Entry (i, j) is 1, 0 or -1 as i - j is a square, zero or neither modulo p. C · Cᵀ = p · I, and C
+    is symmetric where p = 1 modulo 4, else skew.
     """
     character = np.full(p, -1, np.int8)
     character[np.arange(p) ** 2 % p] = 1
@@ -188,10 +204,11 @@ def _residues(p: int) -> np.ndarray:
 
 
 def _symmetric_circulant(m: int, bits: int) -> np.ndarray:
-    """int8[m, m], its first row from `bits` (see WILLIAMSON)."""
+    """The circulant int8[m, m] whose first row `bits` describes (see WILLIAMSON)."""
     row = np.ones(m, np.int8)
     for i in range(m // 2):
         if bits >> i & 1:
             row[[i + 1, m - i - 1]] = -1
     index = np.arange(m)
-    return row[index[:, None] - index]
+    circulant: np.ndarray = row[index[:, None] - index]
+    return circulant

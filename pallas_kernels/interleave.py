@@ -38,7 +38,8 @@ def interleave(weight: AnyWeight) -> AnyWeight:
     if any(array.shape[1] % per_word for _, array, per_word in _matrices(weight)):
         return weight
     arrays = {name: _interleave(array, per_word) for name, array, per_word in _matrices(weight)}
-    return _replace(weight, interleave, out_features=weight.shape[0], **arrays)
+    interleaved: AnyWeight = _replace(weight, interleave, out_features=weight.shape[0], **arrays)
+    return interleaved
 
 
 def is_interleaved(weight: Weight) -> bool:
@@ -52,7 +53,8 @@ def by_rows(weight: AnyWeight) -> AnyWeight:
         return weight
     n = weight.shape[0]
     arrays = {name: _by_rows(array, per_word)[:n] for name, array, per_word in _matrices(weight)}
-    return _replace(weight, by_rows, out_features=None, **arrays)
+    stored: AnyWeight = _replace(weight, by_rows, out_features=None, **arrays)
+    return stored
 
 
 def interleaved_rows(values: jax.Array, indices: jax.Array, per_word: int) -> jax.Array:

@@ -1,15 +1,19 @@
-"""The one door to every matrix kernel: picks the implementation, checks the shapes."""
+"""The one door to every matrix kernel: `matmul` checks its arguments and picks the implementation.
+
+A kernel multiplies by plain columns. Outliers, stored orders and clipping are taken care of here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import cast, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import Activation, check_activation, clip_activations
@@ -17,17 +21,28 @@ from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, 
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.rounding import check_float
 
-Kernel = Callable[..., tuple[jax.Array, ...]]  # (x, weights, *, activation) -> one y per weight
+
+class Kernel(Protocol):
+    """An implementation: x: [M, K] times several weights -> f32[M, N] for each."""
+
+    def __call__(
+        self, x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
+    ) -> tuple[jax.Array, ...]: ...
 
 
-def _one_by_one(matmul: Callable[..., jax.Array]) -> Kernel:
-    """A kernel of one weight, for several. XLA sees that they all quantize the same x."""
-    return lambda x, weights, *, activation: tuple(
-        matmul(x, by_rows(weight), activation) for weight in weights
-    )
+def _one_by_one(matmul: Callable[[jax.Array, Any, Activation], jax.Array]) -> Kernel:
+    """Makes a kernel of several weights from one that multiplies by one."""
+
+    def kernel(
+        x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
+    ) -> tuple[jax.Array, ...]:
+        return tuple(matmul(x, by_rows(weight), activation) for weight in weights)
+
+    return kernel
 
 
-IMPLEMENTATIONS: dict[str, Kernel] = {
+Implementation = Literal["reference", "cpu", "mosaic_gpu", "triton_gpu", "mosaic_tpu"]
+IMPLEMENTATIONS: dict[Implementation, Kernel] = {
     "reference": _one_by_one(reference.matmul),
     "cpu": cpu.matmul,
     "mosaic_gpu": _one_by_one(mosaic_gpu.matmul),
@@ -38,34 +53,44 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
 
 @overload
 def matmul(
-    x: jax.Array, weight: Weight, activation: Activation = ..., *, implementation: str | None = ...
-) -> jax.Array: ...
+    x: Float[Array, "*rows K"],
+    weight: Weight,
+    activation: Activation = ...,
+    *,
+    implementation: Implementation | None = ...,
+) -> Float[Array, "*rows N"]: ...
 @overload
 def matmul(
-    x: jax.Array,
+    x: Float[Array, "*rows K"],
     weight: tuple[Weight, ...],
     activation: Activation = ...,
     *,
-    implementation: str | None = ...,
-) -> tuple[jax.Array, ...]: ...
+    implementation: Implementation | None = ...,
+) -> tuple[Float[Array, "*rows _"], ...]: ...
 @partial(jax.jit, static_argnames=("activation", "implementation"))
-def matmul(x, weight, activation="a16", *, implementation=None):
+def matmul(
+    x: Float[Array, "*rows K"],
+    weight: Weight | tuple[Weight, ...],
+    activation: Activation = "a16",
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*rows N"] | tuple[Float[Array, "*rows _"], ...]:
     """Multiplies activations by a weight matrix at a chosen activation precision.
 
     Args:
       x: bf16 or f32[..., K].
-      weight: `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
-        plain bf16 or f32[N, K]; or a tuple of such, which read the same x: it is quantized once.
-      activation: "a16" (the weight dequantized, x as it is), "a8" or "a4" (x quantized per token
-        and group, integer products; outlier columns take 8 bits at either, and a weight's
-        `activation_clip` holds for "a4"). An unquantized weight takes "a16" only.
-      implementation: None for the platform's best, or one of `IMPLEMENTATIONS`.
+      weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
+        plain bf16 or f32[N, K]; or a tuple of them, for which x is quantized once.
+      activation: "a16" dequantizes the weight and takes x as it is. "a8" and "a4" quantize x per
+        token and group and multiply integers. Outlier columns then take 8 bits, and a weight's
+        `activation_clip` applies to "a4". An unquantized weight takes "a16" only.
+      implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:
-      f32[..., N], or a tuple of them.
+      f32[..., N]; a tuple of them for a tuple of weights.
 
     Raises:
-      ValueError: shapes, dtype, activation or implementation do not fit.
+      ValueError: the shapes, a dtype, the activation or the implementation do not fit.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
     check_activation(activation)
@@ -88,9 +113,9 @@ def _products(
 
 
 def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kernel) -> jax.Array:
-    """One weight that reads x in its own way, which the kernels need not know.
+    """x: [M, K] -> f32[M, N], for a weight with outliers, an order or a clip.
 
-    Outliers are multiplied apart: they must not set the scales of the groups they left.
+    Outliers are multiplied apart: they must not set the scales of the groups that they left.
     """
     outliers, order = _outliers(weight), _order(weight)
     inner = x
@@ -106,12 +131,12 @@ def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kerne
     (y,) = kernel(inner, (weight,), activation=activation)
     if outliers is None:
         return y
-    precision = "a16" if activation == "a16" else "a8"
+    precision: Activation = "a16" if activation == "a16" else "a8"
     return y + kernel(x[:, outliers.columns], (outliers.weight,), activation=precision)[0]
 
 
 def _reads_all_alike(weight: Weight, activation: Activation) -> bool:
-    """Whether the weight reads x as it is."""
+    """Whether kernels can read x as it is: no outliers, no order and no clip."""
     return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
 
@@ -128,13 +153,14 @@ def _clip(weight: Weight, activation: Activation) -> float:
 
 
 def _gpu_matmul(x: jax.Array, weight: Quantized, activation: Activation) -> jax.Array:
-    """Hopper's kernel where it serves, else the one for all GPUs. The weight's shape decides."""
+    """Uses Hopper's kernel where it serves this device and shape, else the one for all GPUs."""
     hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
-    return (mosaic_gpu if hopper else triton_gpu).matmul(x, weight, activation)
+    matmul = mosaic_gpu.matmul if hopper else triton_gpu.matmul
+    return matmul(x, weight, activation)
 
 
 def _has_accelerator_kernel(weight: Weight) -> bool:
-    """Whether GPUs and TPUs have a kernel for it; the reference serves what they do not know."""
+    """Whether GPUs and TPUs have a kernel for the weight; the reference serves the others."""
     return isinstance(weight, Quantized) and not (
         isinstance(weight, Int8Weight) and weight.zeros is not None
     )
@@ -146,7 +172,7 @@ def _by_platform(
     choices = {"cpu": cpu.matmul if cpu.available() else IMPLEMENTATIONS["reference"]}
     if all(map(_has_accelerator_kernel, weights)):
         choices |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
-    return lax.platform_dependent(
+    products: tuple[jax.Array, ...] = lax.platform_dependent(
         x,
         weights,
         **{
@@ -154,10 +180,14 @@ def _by_platform(
         },
         default=partial(IMPLEMENTATIONS["reference"], activation=activation),
     )
+    return products
 
 
 def _check(
-    x: jax.Array, weights: tuple[Weight, ...], activation: Activation, implementation: str | None
+    x: jax.Array,
+    weights: tuple[Weight, ...],
+    activation: Activation,
+    implementation: Implementation | None,
 ) -> None:
     for weight in weights:
         if x.ndim < 1 or x.shape[-1] != weight.shape[1]:

@@ -1,4 +1,4 @@
-"""Root-mean-square norm whose result for a row does not depend on the other rows."""
+"""Root-mean-square norm; a row's result does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from pallas_kernels import cpu
 from pallas_kernels.rounding import check_float, round_to
@@ -15,15 +17,20 @@ from pallas_kernels.row_tiles import map_row_tiles
 
 @partial(jax.jit, static_argnames=("eps", "dtype"))
 def rms_norm(
-    x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype = jnp.float32
-) -> jax.Array:
-    """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32, then rounded.
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    eps: float,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*rows D"]:
+    """Computes x / sqrt(mean(x²) + eps) · scale over the last axis.
+
+    The arithmetic is float32; the result is then rounded to `dtype`.
 
     Args:
       x: bf16 or f32[..., D].
       scale: bf16 or f32[D].
       eps: added to the mean.
-      dtype: of the result, bfloat16 or float32.
+      dtype: the result's, bfloat16 or float32.
 
     Returns:
       `dtype`[..., D].
@@ -35,30 +42,31 @@ def rms_norm(
         raise ValueError(f"scale must have the shape of x's last axis {x.shape}, got {scale.shape}")
     for name, given in (("x", x.dtype), ("scale", scale.dtype), ("dtype", dtype)):
         check_float(name, given)
-    return lax.platform_dependent(
+    y: jax.Array = lax.platform_dependent(
         x,
         scale,
         cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype),
         default=partial(reference, eps=eps, dtype=dtype),
     )
+    return y
 
 
 def reference(
-    x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype = jnp.float32
+    x: jax.Array, scale: jax.Array, eps: float, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`rms_norm` in plain jnp: the definition that the C++ is tested against."""
+    """`rms_norm` in plain jnp, which the C++ is tested against."""
     values = x.astype(jnp.float32)
     inverse = lax.rsqrt(_sum(values * values) / x.shape[-1] + eps)
     return round_to(values * inverse * scale.astype(jnp.float32), dtype)
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, in an order that the batch does not change. f32[..., D] -> [..., 1].
+    """Sums over the last axis in an order that the batch does not change. f32[..., D] -> [..., 1].
 
     XLA:CPU orders a reduction differently for different batch shapes, but not a matrix product of
-    one shape; so there the sum is a product with ones, a tile of rows at a time. With two columns
-    of ones, because one would not go to the library of matrix products: it becomes code that the
-    compiler may order by what surrounds it.
+    one shape. So the sum is a product with ones there, a tile of rows at a time. There are two
+    columns of ones, because XLA compiles a product with one column itself, in an order that may
+    depend on the code around it, and calls the library of matrix products for two.
     """
     ones = jnp.ones((2, x.shape[-1]), jnp.float32)
 
@@ -69,6 +77,7 @@ def _sum(x: jax.Array) -> jax.Array:
         )
         return sums[:, :1].reshape(*x.shape[:-1], 1)
 
-    return lax.platform_dependent(
+    total: jax.Array = lax.platform_dependent(
         x, cpu=product, default=lambda x: jnp.sum(x, axis=-1, keepdims=True)
     )
+    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation, quantize_activations
 from pallas_kernels.formats import (
@@ -72,6 +73,6 @@ def multiplicands(
     return x.astype(jnp.bfloat16), jnp.ones((x.shape[0], groups), jnp.float32)
 
 
-def product_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def product_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which products of multiplicands of `dtype` are summed within a group."""
-    return jnp.dtype(jnp.int32 if dtype == jnp.int8 else jnp.float32)
+    return np.dtype(np.int32 if dtype == np.int8 else np.float32)

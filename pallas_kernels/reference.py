@@ -154,7 +154,8 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
     if weight.group_size is None:  # one group, whose inputs are those of all planes
         parts, planes = jax.tree.map(lambda leaf: leaf[0], (parts, planes))
         total = jnp.sum(jnp.stack([*map(_group_sum, parts, planes)]), axis=0)
-        return total.astype(jnp.float32) * (q_scales * planes[0].scales)
+        scale: jax.Array = q_scales * planes[0].scales
+        return total.astype(jnp.float32) * scale
     scales = [part.T for part in _divide(q_scales, len(planes), PLANE // weight.group_size)]
 
     def add(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
@@ -163,7 +164,9 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
             y += total * (scale[:, None] * plane.scales)
         return y, None
 
-    return lax.scan(add, jnp.zeros((q.shape[0], weight.shape[0])), (parts, scales, planes))[0]
+    y: jax.Array
+    y, _ = lax.scan(add, jnp.zeros((q.shape[0], weight.shape[0])), (parts, scales, planes))
+    return y
 
 
 def _group_sum(q: jax.Array, group: _Plane) -> jax.Array:

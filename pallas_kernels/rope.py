@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE) by angles that are computed once per pass.
+"""Rotary position embedding (RoPE), by angles that are computed once per pass.
 
-On CPUs it is a call into the C++ library, because XLA:CPU fuses sine and cosine into whatever reads
-them: they would be computed again for every layer and every head.
+On CPUs the C++ library does it, because XLA:CPU fuses sine and cosine into the code that reads
+them and would compute them again for every layer and head.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import cpu
 from pallas_kernels.rounding import check_float, round_to
@@ -18,14 +20,20 @@ from pallas_kernels.rounding import check_float, round_to
 
 @partial(jax.jit, static_argnames="dtype")
 def rotate(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: jnp.dtype = jnp.float32
-) -> jax.Array:
-    """Every head's halves, paired, turned by the row's angles; in float32, then rounded.
+    x: Float32[Array, "*rows H E"],
+    cos: Float32[Array, "*rows E//2"],
+    sin: Float32[Array, "*rows E//2"],
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*rows H E"]:
+    """Rotates pairs of features, entry i of a head's first half with entry i of its second.
+
+    The arithmetic is float32; the result is then rounded to `dtype`.
 
     Args:
       x: f32[..., H, E], E even.
-      cos, sin: f32[..., E / 2], of the angles of each row's pairs.
-      dtype: of the result, bfloat16 or float32.
+      cos: f32[..., E / 2], the cosines of each row's angles.
+      sin: f32[..., E / 2], their sines.
+      dtype: the result's, bfloat16 or float32.
 
     Returns:
       `dtype`[..., H, E].
@@ -44,19 +52,20 @@ def rotate(
                 f"got {angles.dtype.name}{list(angles.shape)}"
             )
     check_float("dtype", dtype)
-    return lax.platform_dependent(
+    y: jax.Array = lax.platform_dependent(
         x,
         cos,
         sin,
         cpu=partial(cpu.rotate if cpu.available() else reference, dtype=dtype),
         default=partial(reference, dtype=dtype),
     )
+    return y
 
 
 def reference(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: jnp.dtype = jnp.float32
+    x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`rotate` in plain jnp: the definition that the C++ is tested against."""
+    """`rotate` in plain jnp, which the C++ is tested against."""
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

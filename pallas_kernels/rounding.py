@@ -1,23 +1,24 @@
-"""Rounding that a compiler keeps."""
+"""The float types of activations, and rounding to them that a compiler keeps."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
-def check_float(name: str, dtype: jnp.dtype) -> None:
-    """Raises ValueError unless activations may have the type."""
+def check_float(name: str, dtype: DTypeLike) -> None:
+    """Raises ValueError unless `dtype` is bfloat16 or float32."""
     if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
         raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
 
 
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """f32 -> `dtype`, the values rounded once and for all.
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds f32[...] to `dtype`, in every program alike.
 
-    XLA may drop a plain conversion to bfloat16 and back in one program and keep it in another;
-    `reduce_precision` it never drops.
+    XLA may drop a plain conversion to bfloat16 and back in one program and keep it in another. It
+    never drops `reduce_precision`.
     """
-    if dtype == jnp.bfloat16:
+    if jnp.dtype(dtype) == jnp.bfloat16:
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)

@@ -68,7 +68,9 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
         return jax.ffi.ffi_call("specjax_attention", result)(*buffers, **attributes)
 
     @call.def_vmap
-    def batched(axis_size: int, in_batched: list, *operands: jax.Array | None):
+    def batched(
+        axis_size: int, in_batched: list[bool], *operands: jax.Array | None
+    ) -> tuple[jax.Array, bool]:
         pick = partial(_pick, in_batched, operands)
         if in_batched[1] and in_batched[2]:
             rows = (
@@ -90,7 +92,7 @@ def _as_rows(x: jax.Array, axis_size: int, is_batched: bool) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _pick(in_batched: list, operands: Operands, index: jax.Array) -> Operands:
+def _pick(in_batched: list[bool], operands: Operands, index: jax.Array) -> Operands:
     """The operands of one call of a batch of them."""
     return tuple(
         x if x is None or not is_batched else x[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,20 +73,22 @@ def _batched_by_rows(
         return tuple(jax.ffi.ffi_call("specjax_matmul", results)(x, *buffers, **attributes))
 
     @call.def_vmap
-    def batched(axis_size, in_batched, x, buffers):
-        if not any(in_batched[1]):
+    def batched(
+        axis_size: int, in_batched: list[Any], x: jax.Array, buffers: Buffers
+    ) -> tuple[Buffers, tuple[bool, ...]]:
+        def one(index: jax.Array) -> Buffers:
+            values = jax.tree.map(
+                lambda value, is_batched: value[index] if is_batched else value,
+                (x, buffers), tuple(in_batched),
+            )  # fmt: skip
+            products: Buffers = call(*values)
+            return products
+
+        if any(in_batched[1]):
+            ys: Buffers = lax.map(one, jnp.arange(axis_size))
+        else:
             ys = call(x.reshape(-1, x.shape[-1]), buffers)
             ys = tuple(y.reshape(axis_size, -1, y.shape[-1]) for y in ys)
-        else:
-
-            def one(index):
-                values = jax.tree.map(
-                    lambda value, is_batched: value[index] if is_batched else value,
-                    (x, buffers), tuple(in_batched),
-                )  # fmt: skip
-                return call(*values)
-
-            ys = lax.map(one, jnp.arange(axis_size))
         return ys, (True,) * len(outputs)
 
     return call

@@ -1,20 +1,19 @@
-"""What is done to rows between matrix products, on CPUs, by the C++ library (src/rows/rows.cc)."""
+"""Norms and rotary embeddings on CPUs, by the C++ library (src/rows/rows.cc)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.native import check_available
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype = jnp.float32
+    x: jax.Array, scale: jax.Array, eps: float, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`pallas_kernels.norms.rms_norm`; the same bits on every processor.
+    """Computes `pallas_kernels.norms.rms_norm`, with the same bits on every processor.
 
     Raises:
       ValueError: the library was not built.
@@ -23,9 +22,9 @@ def rms_norm(
 
 
 def rotate(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: jnp.dtype = jnp.float32
+    x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`pallas_kernels.rope.rotate`; the same bits on every processor.
+    """Computes `pallas_kernels.rope.rotate`, with the same bits on every processor.
 
     Raises:
       ValueError: the library was not built.
@@ -33,9 +32,12 @@ def rotate(
     return _call("rotate", dtype, x, cos, sin)
 
 
-def _call(name: str, dtype: jnp.dtype, x: jax.Array, *others: jax.Array, **options: Any) -> Any:
-    """The handler's result, of x's shape."""
+def _call(
+    name: str, dtype: DTypeLike, x: jax.Array, *others: jax.Array, **options: np.float32
+) -> jax.Array:
+    """Calls a handler whose result has x's shape."""
     check_available(name, None)
     result = jax.ShapeDtypeStruct(x.shape, dtype)
     call = jax.ffi.ffi_call(f"specjax_{name}", result, vmap_method="broadcast_all")
-    return call(x, *others, **options)
+    y: jax.Array = call(x, *others, **options)
+    return y

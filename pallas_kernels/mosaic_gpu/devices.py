@@ -17,6 +17,6 @@ def is_hopper() -> bool:
     if target is not None:
         return any(name in target.device_kind.split() for name in _HOPPER)
     try:
-        return jax.devices("cuda")[0].compute_capability == "9.0"
+        return bool(jax.devices("cuda")[0].compute_capability == "9.0")
     except RuntimeError:
         return False

@@ -46,6 +46,9 @@ _PER_ROW = ACCUMULATOR.reduce(0)  # one per row of x
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # needed by jax 0.10, gone in 0.12
 _LOAD_NEEDS_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
+# A block's scales and zeros of the weight, f32[64] each; the lists may be empty.
+OfOutputs = tuple[list[jax.Array], list[jax.Array]]
+
 
 def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
     """Runs the kernel on `plan.operands`.
@@ -57,7 +60,7 @@ def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
     Returns:
       The sums of the parts: f32 or int32[parts, M, N].
     """
-    return plgpu.kernel(
+    sums: jax.Array = plgpu.kernel(
         partial(_body, plan),
         out_type=jax.ShapeDtypeStruct((plan.parts, plan.m, plan.n), plan.sum_dtype),
         scratch_types=_scratch(plan),
@@ -69,6 +72,7 @@ def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(*operands)
+    return sums
 
 
 def _scratch(plan: Plan) -> dict[str, Any]:
@@ -95,13 +99,13 @@ def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _body(plan: Plan, *refs, **scratch) -> None:
+def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
     """One block of the grid: its last warpgroup copies, the others compute."""
     memory = SimpleNamespace(**dict(zip((*plan.operands, "out"), refs, strict=True)), **scratch)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == plan.warpgroups)
-    def copy():
+    def copy() -> None:
         if plan.warpgroups > 1:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         done = _walk(plan, partial(_copy_segment, plan, memory))
@@ -112,7 +116,7 @@ def _body(plan: Plan, *refs, **scratch) -> None:
         lax.fori_loop(jnp.maximum(done - plan.stages, 0), done, drain, None)
 
     @pl.when(warpgroup < plan.warpgroups)
-    def compute():
+    def compute() -> None:
         if plan.warpgroups > 1:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         _walk(plan, partial(_compute_segment, plan, memory, warpgroup))
@@ -137,10 +141,12 @@ def _walk(plan: Plan, visit: Callable[..., None]) -> jax.Array:
             visit(row, column, part, s, done)
             return done + _steps(plan, s)
 
-        return lax.fori_loop(part * per_part, (part + 1) * per_part, segment, done)
+        visited: jax.Array = lax.fori_loop(part * per_part, (part + 1) * per_part, segment, done)
+        return visited
 
     count = lax.div(plan.items - 1 - block, jnp.int32(grid)) + 1
-    return lax.fori_loop(0, count, item, jnp.int32(0))
+    visited: jax.Array = lax.fori_loop(0, count, item, jnp.int32(0))
+    return visited
 
 
 def _divide(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +158,15 @@ def _steps(plan: Plan, segment: jax.Array) -> jax.Array:
     return jnp.minimum(plan.per_segment, plan.blocks - segment * plan.per_segment)
 
 
-def _copy_segment(plan: Plan, memory, row, column, part, segment, done) -> None:
+def _copy_segment(
+    plan: Plan,
+    memory: SimpleNamespace,
+    row: jax.Array,
+    column: jax.Array,
+    part: jax.Array,
+    segment: jax.Array,
+    done: jax.Array,
+) -> None:
     """Fills the ring with a segment's blocks, each as soon as its slot is free."""
     del part
     rows = pl.ds(row * plan.m_tile, plan.m_tile)
@@ -163,7 +177,7 @@ def _copy_segment(plan: Plan, memory, row, column, part, segment, done) -> None:
         block = segment * plan.per_segment + i
 
         @pl.when(done + i >= plan.stages)
-        def wait():
+        def wait() -> None:
             plgpu.barrier_wait(memory.empty.at[slot])
 
         full = memory.full.at[slot]
@@ -178,12 +192,21 @@ def _copy_segment(plan: Plan, memory, row, column, part, segment, done) -> None:
     lax.fori_loop(0, _steps(plan, segment), step, None)
 
 
-def _compute_segment(plan: Plan, memory, warpgroup, row, column, part, segment, done) -> None:
+def _compute_segment(
+    plan: Plan,
+    memory: SimpleNamespace,
+    warpgroup: jax.Array,
+    row: jax.Array,
+    column: jax.Array,
+    part: jax.Array,
+    segment: jax.Array,
+    done: jax.Array,
+) -> None:
     """Adds up a segment and writes the sum, or adds it to the sum of the segments before."""
     first, steps = segment * plan.per_segment, _steps(plan, segment)
     outputs = pl.ds(column * plan.n_tile + warpgroup * ROWS, ROWS)
 
-    def step(i: jax.Array, carry: tuple) -> tuple:
+    def step(i: jax.Array, carry: tuple[jax.Array, OfOutputs]) -> tuple[jax.Array, OfOutputs]:
         total, of_outputs = carry
         # What the next block needs of the weight's scales is on its way during this one.
         upcoming = _of_outputs(plan, memory, outputs, first + jnp.minimum(i + 1, steps - 1))
@@ -203,18 +226,20 @@ def _compute_segment(plan: Plan, memory, warpgroup, row, column, part, segment, 
         return
 
     @pl.when(segment == 0)
-    def begin():
+    def begin() -> None:
         here[...] = total
 
     @pl.when(segment > 0)
-    def add():
+    def add() -> None:
         here[...] = _load(here, _SINGLE) + total
 
 
-def _of_outputs(plan: Plan, memory, outputs, block) -> tuple[list[jax.Array], list[jax.Array]]:
+def _of_outputs(
+    plan: Plan, memory: SimpleNamespace, outputs: slice | pl.Slice, block: jax.Array
+) -> OfOutputs:
     """A block's scales and zeros of the weight, f32[64] each; lists may be empty."""
 
-    def column(ref, group: int) -> jax.Array:
+    def column(ref: jax.Ref, group: int) -> jax.Array:
         at = block * plan.groups + group if ref.shape[1] > 1 else 0
         return _load(ref.at[outputs, at], _PER_OUTPUT)
 
@@ -236,12 +261,19 @@ def _exponents(code: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32) * 0.5
 
 
-def _add_block(plan: Plan, memory, warpgroup, slot, of_outputs, total: jax.Array) -> jax.Array:
+def _add_block(
+    plan: Plan,
+    memory: SimpleNamespace,
+    warpgroup: jax.Array,
+    slot: jax.Array,
+    of_outputs: OfOutputs,
+    total: jax.Array,
+) -> jax.Array:
     """Adds the products of a block of 256 inputs to a segment's sum, group after group."""
     packed = _load(memory.packed_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)], PACKED)
     per_plane = PLANE // plan.group
 
-    def issue(product, group: int, left: jax.Array) -> None:
+    def issue(product: Any, group: int, left: jax.Array) -> None:
         if plan.interpreted:  # knows no product from registers
             memory.operand[warpgroup] = left
             left = memory.operand.at[warpgroup]
@@ -250,7 +282,7 @@ def _add_block(plan: Plan, memory, warpgroup, slot, of_outputs, total: jax.Array
 
     for first in range(0, plan.groups, plan.in_flight):
 
-        def add(*products, first=first, total=total) -> jax.Array:
+        def add(*products: Any, first: int = first, total: jax.Array = total) -> jax.Array:
             # The second plane is unpacked while the first is multiplied.
             for i, product in enumerate(products):
                 if i % per_plane == 0:
@@ -261,12 +293,12 @@ def _add_block(plan: Plan, memory, warpgroup, slot, of_outputs, total: jax.Array
                 total = _add_product(plan, memory, slot, first + i, of_outputs, value, total)
             return total
 
-        accumulator = plgpu.ACC((ROWS, plan.m_tile), plan.product_dtype)
+        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.m_tile), plan.product_dtype)
         total = pl.run_scoped(add, *[accumulator] * plan.in_flight)
     return total
 
 
-def _operands(plan: Plan, packed: jax.Array, plane: int, of_outputs) -> list[jax.Array]:
+def _operands(plan: Plan, packed: jax.Array, plane: int, of_outputs: OfOutputs) -> list[jax.Array]:
     """The left operands of a plane's groups: int8 or bf16[64, width] each."""
     unpack = words.unpack if plan.interpreted else registers.unpack
     operands = unpack(packed, plan.decoder, plane, plan.group, plan.width)
@@ -280,7 +312,13 @@ def _operands(plan: Plan, packed: jax.Array, plane: int, of_outputs) -> list[jax
 
 
 def _add_product(
-    plan: Plan, memory, slot, group: int, of_outputs, product: jax.Array, total: jax.Array
+    plan: Plan,
+    memory: SimpleNamespace,
+    slot: jax.Array,
+    group: int,
+    of_outputs: OfOutputs,
+    product: jax.Array,
+    total: jax.Array,
 ) -> jax.Array:
     """total + scale · product, where product: f32 or int32[64, M]."""
     product = plgpu.layout_cast(product, ACCUMULATOR)
@@ -304,10 +342,12 @@ def _plain_multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
 def _spread(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """A vector along one axis of a matrix in the accumulator's layout."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), ACCUMULATOR)
+    spread: jax.Array = plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), ACCUMULATOR)
+    return spread
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:
     """The values of a reference in a layout. jax 0.10 wants an index, 0.11 warns of one."""
     index = ((),) if _LOAD_NEEDS_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
+    values: jax.Array = plgpu.load(ref, *index, layout=layout, optimized=False)
+    return values

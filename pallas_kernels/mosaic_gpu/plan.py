@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.formats import BLOCK, PLANE
 from pallas_kernels.mosaic_gpu.words import Decoder
@@ -80,17 +80,17 @@ class Plan:
     @property
     def integer(self) -> bool:
         """Whether the products are of integers."""
-        return self.decoder.dtype == jnp.int8
+        return self.decoder.dtype == np.int8
 
     @property
-    def product_dtype(self) -> jnp.dtype:
+    def product_dtype(self) -> np.dtype:
         """The dtype of a group's product."""
-        return jnp.dtype(jnp.int32 if self.integer else jnp.float32)
+        return np.dtype(np.int32 if self.integer else np.float32)
 
     @property
-    def sum_dtype(self) -> jnp.dtype:
+    def sum_dtype(self) -> np.dtype:
         """The dtype of a segment's sum: without scales, what the products are."""
-        return jnp.dtype(jnp.float32) if self.scaled else self.product_dtype
+        return np.dtype(np.float32) if self.scaled else self.product_dtype
 
     @property
     def width(self) -> int:

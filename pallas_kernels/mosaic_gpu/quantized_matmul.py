@@ -163,7 +163,8 @@ def _finish(
     scales = weight.scales[:, 0].astype(jnp.float32)
     y = total * (x_scales * scales if plan.integer else scales)
     # Keeps the compiler from fusing this product with an addition in one program only.
-    return lax.optimization_barrier(y)
+    kept: jax.Array = lax.optimization_barrier(y)
+    return kept
 
 
 def _parameters(interpret: bool) -> Any:

@@ -6,6 +6,8 @@ warpgroup, whose `registers` are an array of small vectors, one per thread.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +23,13 @@ from pallas_kernels.mosaic_gpu.words import Decoder
 PACKED = plgpu.Layout.WGMMA_8BIT  # how packed bytes are loaded
 ACCUMULATOR = plgpu.Layout.WGMMA
 
+Value: TypeAlias = "ir.Value[Any]"
+
 
 class Word:
     """A 32-bit value of the kernel under construction, with the operators of `words`."""
 
-    def __init__(self, value: ir.Value) -> None:
+    def __init__(self, value: Value) -> None:
         self.value = value
 
     def __and__(self, other: Word | int) -> Word:
@@ -55,26 +59,26 @@ def _i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 
 
-def _value(operand: Word | int) -> ir.Value:
+def _value(operand: Word | int) -> Value:
     if isinstance(operand, Word):
         return operand.value
     signed = operand - (1 << 32) if operand >> 31 else operand
     return llvm.ConstantOp(_i32(), ir.IntegerAttr.get(_i32(), signed)).result
 
 
-def _word(register: ir.Value) -> Word:
+def _word(register: Value) -> Word:
     """The word that a register of four bytes is."""
     words = vector.bitcast(ir.VectorType.get((1,), _i32()), register)
     return Word(vector.extract(words, [], [0]))
 
 
-def _vector(word: Word, count: int, dtype: ir.Type) -> ir.Value:
+def _vector(word: Word, count: int, dtype: ir.Type) -> Value:
     """The bits of a word as a vector of `count` values."""
     words = vector.broadcast(ir.VectorType.get((1,), _i32()), word.value)
     return vector.bitcast(ir.VectorType.get((count,), dtype), words)
 
 
-def _splat(value: ir.Attribute, count: int) -> ir.Value:
+def _splat(value: ir.Attribute, count: int) -> Value:
     """A register that holds a constant `count` times."""
     type_ = ir.VectorType.get((count,), value.type)
     return llvm.ConstantOp(type_, ir.DenseElementsAttr.get_splat(type_, value)).result
@@ -92,8 +96,10 @@ def unpack(
     layout = PACKED if integer else ACCUMULATOR
     operand = plgpu.ShapeDtypeStruct((ROWS, width), decoder.dtype, layout)
 
-    @plgpu.inline_mgpu(arg_types=(PACKED,), return_type=(operand,) * (PLANE // group))
-    def run(_, array):
+    @plgpu.inline_mgpu(  # type: ignore[untyped-decorator]
+        arg_types=(PACKED,), return_type=(operand,) * (PLANE // group)
+    )
+    def run(_: object, array: fa.FragmentedArray) -> tuple[fa.FragmentedArray, ...]:
         registers = _plane(array.registers, decoder, plane)
         return tuple(
             fa.FragmentedArray(
@@ -118,7 +124,7 @@ def _plane(packed: np.ndarray, decoder: Decoder, plane: int) -> np.ndarray:
     return registers
 
 
-def _number(word: Word, decoder: Decoder) -> ir.Value:
+def _number(word: Word, decoder: Decoder) -> Value:
     """One operand register: four int8 or two bfloat16."""
     if decoder.dtype == jnp.int8:
         return _vector(word, 4, ir.IntegerType.get_signless(8))
@@ -131,7 +137,7 @@ def _number(word: Word, decoder: Decoder) -> ir.Value:
     return value
 
 
-def _zeros() -> ir.Value:
+def _zeros() -> Value:
     """A register of four int8 zeros."""
     return _splat(ir.IntegerAttr.get(ir.IntegerType.get_signless(8), 0), 4)
 
@@ -158,11 +164,17 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     """
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), ACCUMULATOR)
 
-    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,) * 3, return_type=result)
-    def run(_, x, y, z):
+    @plgpu.inline_mgpu(  # type: ignore[untyped-decorator]
+        arg_types=(ACCUMULATOR,) * 3, return_type=result
+    )
+    def run(
+        _: object, x: fa.FragmentedArray, y: fa.FragmentedArray, z: fa.FragmentedArray
+    ) -> fa.FragmentedArray:
         registers = np.empty_like(z.registers)
         for i in np.ndindex(registers.shape):
-            registers[i] = math.fma(x.registers[i], y.registers[i], z.registers[i])
+            operands: list[Value] = [array.registers.item(*i) for array in (x, y, z)]
+            registers[i] = math.fma(*operands)
         return fa.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
-    return run(x, y, z)
+    sums: jax.Array = run(x, y, z)
+    return sums

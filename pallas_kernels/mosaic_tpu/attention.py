@@ -27,6 +27,7 @@ a block of few heads is small.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,19 @@ def attention(
 
 
 def _kernel(
-    first, end, lengths, q, limits, keys, values, y, maximum, total, sums, *, scale: float
+    first: jax.Ref,
+    end: jax.Ref,
+    lengths: jax.Ref,
+    q: jax.Ref,
+    limits: jax.Ref,
+    keys: jax.Ref,
+    values: jax.Ref,
+    y: jax.Ref,
+    maximum: jax.Ref,
+    total: jax.Ref,
+    sums: jax.Ref,
+    *,
+    scale: float,
 ) -> None:
     """One step. first, end: int32[B, tiles] of blocks; lengths: int32[B]; keys, values: all of
     [B, S, K, E]; of the step q, y: [heads, R, E], limits: int32[R, columns], the softmax's state.
@@ -134,7 +147,7 @@ def _kernel(
     for ref, value in zip(state, jax.tree.leaves(shared.start(rows, [e])), strict=True):
         ref[...] = jnp.broadcast_to(value, ref.shape)
 
-    def add(keys, values) -> None:
+    def add(keys: jax.Ref, values: jax.Ref) -> None:
         """Adds one block, [BLOCK, heads, E] of each."""
         seen = shared.visible(columns, begin + pl.program_id(0), context)  # of the pipeline's grid
         for head in range(heads):
@@ -154,18 +167,19 @@ def _kernel(
         [y[head]] = shared.finish((maximum[head], total[head], (sums[head],)))
 
 
-def _head(entries, head: int) -> jax.Array:
+def _head(entries: Any, head: int) -> jax.Array:
     """One head of a block's entries, f32 or uint16[BLOCK, heads, E] -> f32 or bf16[BLOCK, E]."""
     slots, heads, e = entries.shape
     flat = entries.reshape(slots * heads, e)
     if entries.dtype == jnp.float32:
-        return flat[pl.ds(head, slots, stride=heads), :]
+        values: jax.Array = flat[pl.ds(head, slots, stride=heads), :]
+        return values
     pairs = flat.bitcast(jnp.int32)[pl.ds(head // 2, slots, stride=heads // 2), :]
     bits = pairs & _UPPER_HALF if head % 2 else pairs << 16
     return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 
-def _dot(left: jax.Array, right: jax.Array, dimensions: tuple) -> jax.Array:
+def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
     """A product in the wider of the two types."""
     dtype = jnp.promote_types(left.dtype, right.dtype)
     return lax.dot_general(

@@ -29,7 +29,7 @@ def shift(kind: type[Quantized]) -> int:
     return 4 if kind is Int4Weight else 0
 
 
-def planes(weights, block: jax.Array | int, kind: type[Quantized]) -> list[jax.Array]:
+def planes(weights: jax.Ref, block: jax.Array | int, kind: type[Quantized]) -> list[jax.Array]:
     """The two planes of one block of inputs, k ascending: int8[N, PLANE] each, by `shift`.
 
     weights: a reference to uint8[N, K / 2] or int8[N, K]; block: its number, 256 inputs each.
@@ -44,11 +44,12 @@ def planes(weights, block: jax.Array | int, kind: type[Quantized]) -> list[jax.A
     return [pltpu.bitcast(half, jnp.int8) for half in halves]
 
 
-def _columns(weights, start: jax.Array | int) -> jax.Array:
+def _columns(weights: jax.Ref, start: jax.Array | int) -> jax.Array:
     """PLANE columns, from a multiple of PLANE on."""
     if not isinstance(start, int):
         start = pl.multiple_of(start, PLANE)
-    return weights[:, pl.ds(start, PLANE)]
+    columns: jax.Array = weights[:, pl.ds(start, PLANE)]
+    return columns
 
 
 def _doubled_e2m1(codes: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -41,6 +42,8 @@ from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, Quantized, padded_i
 from pallas_kernels.mosaic_tpu import tiles
 from pallas_kernels.mosaic_tpu.decode import decode_scales, decode_zeros, planes, shift, storage
 from pallas_kernels.operands import check, multiplicands, product_dtype
+
+Refs = dict[str, jax.Ref]  # a kernel's operands, or its scratch memory, by name
 
 BLOCKS_PER_TURN = 4  # the more, the more the scheduler has to fill gaps with
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -79,9 +82,9 @@ class _Plan:
         return self.turn * (BLOCK // self.width)
 
     @property
-    def total_dtype(self) -> jnp.dtype:
+    def total_dtype(self) -> np.dtype:
         """Without groups the sum of integers stays one: a single scale multiplies all of it."""
-        return jnp.dtype(jnp.int32 if self.exact and self.group_size is None else jnp.float32)
+        return np.dtype(np.int32 if self.exact and self.group_size is None else np.float32)
 
 
 def matmul(
@@ -155,7 +158,7 @@ def multiply(
     scratch = {"total": pltpu.VMEM((rows, tile.columns), plan.total_dtype)}
     for name in _per_output(weight):
         scratch[name] = pltpu.VMEM((plan.groups, tile.columns), jnp.float32)
-    y = pl.pallas_call(
+    y: jax.Array = pl.pallas_call(
         lambda refs, y, **scratch: _kernel(refs, y, scratch, plan),
         grid=(tile.count, pl.cdiv(n, tile.columns)),
         in_specs=[specs],
@@ -231,7 +234,7 @@ def _by_turn(array: jax.Array, plan: _Plan) -> jax.Array:
     return array.reshape(m, -1, plan.groups_per_turn).transpose(1, 0, 2)
 
 
-def _kernel(refs, y, scratch, plan: _Plan) -> None:
+def _kernel(refs: Refs, y: jax.Ref, scratch: Refs, plan: _Plan) -> None:
     """One step: y: f32[M, N] from all inputs of a tile of rows and outputs.
 
     refs: x: bf16 or int8[M, K]; weights: uint8[N, K / 2] or int8[N, K]; scales, zeros: [groups, N]
@@ -263,7 +266,7 @@ def _kernel(refs, y, scratch, plan: _Plan) -> None:
     y[...] = total[...] if plan.group_size is not None else _finished(refs, scratch, plan)
 
 
-def _products(refs, block: jax.Array | int, rows: int, plan: _Plan) -> Iterator[jax.Array]:
+def _products(refs: Refs, block: jax.Array | int, rows: int, plan: _Plan) -> Iterator[jax.Array]:
     """The products of a block with each group in turn, k ascending: f32 or i32[rows, N]."""
     start = block * BLOCK if isinstance(block, int) else pl.multiple_of(block * BLOCK, BLOCK)
     x = refs["x"][:, pl.ds(start, BLOCK)]
@@ -291,7 +294,12 @@ def _stacked(x: jax.Array, parts: int) -> jax.Array:
 
 
 def _scaled(
-    product: jax.Array, refs, scratch, turn: jax.Array | int, lane: int, plan: _Plan
+    product: jax.Array,
+    refs: Refs,
+    scratch: Refs,
+    turn: jax.Array | int,
+    lane: int,
+    plan: _Plan,
 ) -> jax.Array:
     """A group's product, scaled: f32[M, N]. lane: the group's number within its turn."""
     rows = product.shape[0]
@@ -305,9 +313,10 @@ def _scaled(
     return product
 
 
-def _finished(refs, scratch, plan: _Plan) -> jax.Array:
+def _finished(refs: Refs, scratch: Refs, plan: _Plan) -> jax.Array:
     """The total of all inputs, scaled once: f32[M, N]."""
-    total, scale = scratch["total"][...], scratch["scales"][...]
+    total: jax.Array = scratch["total"][...]
+    scale: jax.Array = scratch["scales"][...]
     rows = total.shape[0]
     if "zeros" in refs:
         sums = refs["x_sums"][0, :rows, :]

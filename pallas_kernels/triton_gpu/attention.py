@@ -120,7 +120,7 @@ def _segments(
 
     results = [(b, kv_heads, segments, r)] * 2 + [(b, kv_heads, segments, r, e)]
     pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
-    return pl.pallas_call(
+    states: list[jax.Array] = pl.pallas_call(
         partial(
             _read_segment, width=_plane_width(e, keys), scale=shared.exponent_scale(head_scale)
         ),
@@ -140,10 +140,19 @@ def _segments(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
         interpret=interpret,
     )(rows, limits, blocks, lengths, jax.tree.leaves(keys), jax.tree.leaves(values))
+    return states
 
 
 def _read_segment(
-    q, limits, blocks, length, keys, values, *state, width: int, scale: float
+    q: jax.Ref,
+    limits: jax.Ref,
+    blocks: jax.Ref,
+    length: jax.Ref,
+    keys: list[jax.Ref],
+    values: list[jax.Ref],
+    *state: jax.Ref,
+    width: int,
+    scale: float,
 ) -> None:
     """One program. q: [R, E], limits: int32[R, columns], blocks: int32[2], of the tile;
     keys, values: lists of [S, E], or of codes, scales and zeros; state: f32[R] twice and f32[R, E],
@@ -182,7 +191,9 @@ def _read_segment(
             sums[:, plane] = part
 
 
-def _decode(parts, block: jax.Array, planes: int) -> tuple[list[jax.Array], jax.Array | None]:
+def _decode(
+    parts: list[jax.Ref], block: jax.Array, planes: int
+) -> tuple[list[jax.Array], jax.Array | None]:
     """A block's entries, bf16[BLOCK, features] for every plane, and what scales them, if any."""
     slots = pl.ds(block * BLOCK, BLOCK)
     if len(parts) == 1:
@@ -195,14 +206,14 @@ def _decode(parts, block: jax.Array, planes: int) -> tuple[list[jax.Array], jax.
     return decoded, scales[None, :]
 
 
-def _dot(left: jax.Array, right: jax.Array, dimensions: tuple) -> jax.Array:
+def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
     return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
 
 
 def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.Array:
     """The states of all segments -> f32[B, K, R, E]."""
     b, kv_heads, segments, r, e = states[2].shape
-    return pl.pallas_call(
+    y: jax.Array = pl.pallas_call(
         _merge_segments,
         grid=(b, kv_heads, r // ROW_TILE),
         in_specs=[
@@ -215,9 +226,12 @@ def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
     )(blocks, *states)
+    return y
 
 
-def _merge_segments(blocks, maximum, total, sums, y) -> None:
+def _merge_segments(
+    blocks: jax.Ref, maximum: jax.Ref, total: jax.Ref, sums: jax.Ref, y: jax.Ref
+) -> None:
     """One program: f32[segments, R] twice and f32[segments, R, E] -> y: f32[R, E]."""
 
     def add(segment: jax.Array, state: shared.State) -> shared.State:

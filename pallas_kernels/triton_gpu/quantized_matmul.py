@@ -67,7 +67,7 @@ def matmul(
         of_weight.append(weight.zeros)
     # The result is padded to whole tiles; the weight is not, since that would copy it.
     rows, columns = x.shape[0] // ROW_TILE, pl.cdiv(n, COLUMN_TILE)
-    return pl.pallas_call(
+    y: jax.Array = pl.pallas_call(
         partial(_kernel, n=n, kind=type(weight), group_size=weight.group_size),
         grid=(rows, columns),
         in_specs=[
@@ -81,12 +81,20 @@ def matmul(
         out_shape=jax.ShapeDtypeStruct((rows * ROW_TILE, columns * COLUMN_TILE), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
-    )(values, x_scales, *of_weight)[:m, :n]
+    )(values, x_scales, *of_weight)
+    return y[:m, :n]
 
 
 def _kernel(
-    x, x_scales, stored, w_scales, *refs, n: int, kind: type[Quantized], group_size: int | None
-):
+    x: jax.Ref,
+    x_scales: jax.Ref,
+    stored: jax.Ref,
+    w_scales: jax.Ref,
+    *refs: jax.Ref,
+    n: int,
+    kind: type[Quantized],
+    group_size: int | None,
+) -> None:
     """One tile of y: f32[M, N], from all inputs of its rows and columns.
 
     x: bf16 or int8[M, K], x_scales: f32[M, groups], stored: uint8[N, K / 2] or int8[N, K],
@@ -121,7 +129,7 @@ def _kernel(
 
 
 def _integers(
-    stored, kind: type[Quantized], block: jax.Array, k: int, width: int, inside: jax.Array
+    stored: jax.Ref, kind: type[Quantized], block: jax.Array, k: int, width: int, inside: jax.Array
 ) -> jax.Array:
     """The weight's integers from input k of a block on: int8[N, width] (`formats.integers`)."""
     if kind is Int8Weight:
@@ -156,13 +164,17 @@ def _product(x: jax.Array, weights: jax.Array, zero: jax.Array | None) -> jax.Ar
     return product
 
 
-def _column(ref, group: jax.Array | int, inside: jax.Array) -> jax.Array:
+def _column(ref: jax.Ref, group: jax.Array | int, inside: jax.Array) -> jax.Array:
     """One group's values, [N, 1]."""
     return pltriton.load(ref.at[:, pl.ds(group, 1)], mask=inside, other=0)
 
 
 def _scale(
-    x_scales, w_scales, kind: type[Quantized], group: jax.Array | int, inside: jax.Array
+    x_scales: jax.Ref,
+    w_scales: jax.Ref,
+    kind: type[Quantized],
+    group: jax.Array | int,
+    inside: jax.Array,
 ) -> jax.Array:
     """The outer product of one group's scales, f32[N, M]."""
     column = _column(w_scales, group, inside)
@@ -170,4 +182,5 @@ def _scale(
         code = column.astype(jnp.int32)
         bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
         column = lax.bitcast_convert_type(bits, jnp.float32) * 0.5  # as `formats.group_scales`
-    return column.astype(jnp.float32) * x_scales[:, group][None, :]
+    row: jax.Array = x_scales[:, group][None, :]
+    return column.astype(jnp.float32) * row
