@@ -79,8 +79,11 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
     "options",
     [
         "--draft mxfp4 --share-cache --draft-length 4",
-        "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
-        "--draft mxfp4 --draft ngram --draft-length 6",
+        pytest.param(
+            "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("--draft mxfp4 --draft ngram --draft-length 6", marks=pytest.mark.exhaustive),
     ],
 )
 def test_draft_models_do_not_change_the_text(options, capsys) -> None:
@@ -118,6 +121,7 @@ def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path
         assert read_options(**options)["drafter"] == drafter
 
 
+@pytest.mark.exhaustive
 def test_a_draft_with_another_tokenizer_is_translated(capsys, tmp_path) -> None:
     """Draft models of another vocabulary need no option of their own."""
     draft = tmp_path / "draft"
@@ -146,6 +150,7 @@ def test_sampling_options_reach_the_sampler(llama, capsys) -> None:
 
 
 # A model that ships, quantized with the text of a file, can be decoded.
+@pytest.mark.exhaustive
 def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little girl who lived near the woods. " * 4)
