@@ -58,6 +58,7 @@ def leftovers(out: Path) -> list[Path]:
 # From a Hugging Face directory, read layer by layer, and from a checkpoint, tied head included.
 @pytest.mark.parametrize("method", ["rtn", "awq", "act-order+gptq", "quarot"])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.covering(1)
 def test_same_as_in_memory(tmp_path: Path, method: str, tied: bool) -> None:
     source = write_model(tmp_path / "source", tie_word_embeddings=tied)
     options = {"group_size": 32, "lm_head": tied}
