@@ -11,7 +11,7 @@ COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
 .PHONY: demo test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
-	$(BIN)/specjax generate "Once upon a time" --activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
+	$(BIN)/specjax generate "Once upon a time" --draft-activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
 
 # XLA compiles most tests' programs quickly rather than well: that is most of a test's time, and they
 # ask what is drafted, accepted and refused. Those marked `optimized` ask what arithmetic gives, and

@@ -1,4 +1,4 @@
-"""The command line: each command is a thin shell over a function that the library exports."""
+"""The command line: each command is a thin shell over functions that the library exports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import jax
 
 import specjax
 from specjax.commands import checkpoints, datastore, evaluate, generate, lm_eval, plan
+from specjax.commands.options import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 1 after one sentence on what is wrong."""
+    """Runs one command. Returns the exit status: 0, or 1 after one sentence about the error."""
     options = _parser().parse_args(arguments)
     _enable_compilation_cache()
     try:
@@ -30,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="specjax", description=specjax.__doc__)
+    more = "specjax COMMAND --help lists a command's options."
+    parser = Parser(prog="specjax", description=specjax.__doc__, epilog=more)
     parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for each in (generate, checkpoints, evaluate, lm_eval, plan, datastore):
         each.add(commands)
     return parser
@@ -45,7 +47,7 @@ def _enable_compilation_cache() -> None:
         ("jax_compilation_cache_dir", str(Path(base) / "specjax" / "compiled")),
         ("jax_persistent_cache_min_compile_time_secs", 0.5),
     ):
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+        jax.config.update(name, value)
 
 
 if __name__ == "__main__":

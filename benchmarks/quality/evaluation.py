@@ -161,7 +161,7 @@ def _kills(options: Any) -> list[dict[str, Any]]:
 def _command(options: Any, out: Path) -> list[str]:
     return [
         sys.executable, "-m", "specjax.cli", "evaluate", *TASKS, "--model", "tiny", "--data",
-        str(options.data), "--limit", "24", "--batch", "4", "--shots", "1", "--max-new-tokens",
+        str(options.data), "--limit", "24", "--rows", "4", "--shots", "1", "--max-new-tokens",
         str(options.max_new_tokens), "--out", str(out),
     ]  # fmt: skip
 

@@ -6,38 +6,37 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import specjax
 from specjax.commands.options import add_model
 from specjax.evaluation.corpus import build_datastore
+from specjax.evaluation.progress_bar import progress_bar
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
-    parser = commands.add_parser("datastore", help="a corpus to look drafts up in")
-    kinds = parser.add_subparsers(required=True, metavar="ACTION")
-    build = kinds.add_parser("build", help="score a corpus and keep what the model expects best")
+    """Adds the command."""
+    help_ = "build a corpus to draft from"
+    parser = commands.add_parser("datastore", help=help_, description=help_)
+    kinds = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    help_ = "score a corpus and keep the texts of the lowest perplexity"
+    build = kinds.add_parser("build", help=help_, description=help_)
     add = build.add_argument
-    add("corpus", type=Path, help="a text file or JSON lines, perhaps gzipped")
-    add("out", type=Path, help="the datastore: a directory")
+    add("corpus", type=Path, help="a text file or JSON lines, also gzipped")
+    add("out", type=Path, help="the directory of the datastore")
     add_model(build)
-    add("--keep", type=int, default=100_000, help="sequences to keep")
-    add("--no-refine", action="store_true", help="keep the first ones instead of the best")
-    add("--length", type=int, default=256, help="tokens per sequence")
-    add("--rows", type=int, default=8, help="sequences per pass")
+    for name, default, what in (
+        ("--keep", 100_000, "sequences to keep"),
+        ("--length", 256, "tokens per sequence"),
+        ("--rows", 8, "sequences per pass"),
+    ):
+        add(name, type=int, default=default, metavar="N", help=f"{what}; {default} if left out")
+    add("--no-refine", action="store_true", help="keep the first sequences, without scoring any")
     build.set_defaults(run=_build)
 
 
 def _build(options: argparse.Namespace) -> None:
     params = specjax.load(options.model)
     tokenizer = specjax.load_tokenizer(options.model)
-    with tqdm(unit="sequence", leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("sequence") as progress:
         store = build_datastore(
             params, tokenizer, options.corpus, options.out, keep=options.keep,
             refine=not options.no_refine, length=options.length, rows=options.rows,

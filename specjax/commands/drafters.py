@@ -1,70 +1,142 @@
-"""--drafter and its options, for every command that drafts."""
+"""--drafter and its options, for every command that drafts.
+
+`specjax.drafting.make` makes every drafter. The command line adds models: it loads those that
+--draft names, casts the target by a method, and translates between two tokenizers.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import specjax
-from pallas_kernels.activations import Activation
+from specjax import drafting
+from specjax.commands.options import Target
+from specjax.drafting.registry import DRAFTERS
+
+_FLAGS = {  # the field of the drafter that a flag sets -> where the parser keeps it
+    "draft_length": "draft_length",
+    "activation": "draft_activation",
+    "layers": "layers",
+    "confidence": "confidence",
+    "share_cache": "share_cache",
+    "datastore": "datastore",
+}
+_NEEDED = {  # the field that a drafter cannot do without, and how to give it
+    "layer-skip": ("layers", "--layers, such as 0,2,4: specjax plan layers finds some"),
+    "retrieval": ("datastore", "--datastore: specjax datastore build makes one"),
+}
+_WITH_CORPUS = ("retrieval", "spectra")
+_NAMED = tuple(
+    name for name in DRAFTERS if name not in ("translated-draft", "combined", "multi-level")
+)
+_RUN_A_MODEL = tuple(name for name in _NAMED if "activation" in drafting.options(name))
+_LOOK_UP = tuple(name for name in _NAMED if name not in ("autoregressive", *_RUN_A_MODEL))
 
 
-class Kind(NamedTuple):
-    """How a drafter is made from the options, the target and the target before --quantize; and
-    which of the options below are its own."""
+class DrafterOptions(NamedTuple):
+    """The choice of a drafter.
 
-    make: Callable[[argparse.Namespace, specjax.Params, specjax.Params], specjax.Drafter]
-    options: tuple[str, ...]
+    drafter: its name.
+    fields: its fields by name, as objects or as text. Where several models draft, `draft_length`
+        may hold one number for each, `activation` is that of all, and `confidence` the last one's.
+    draft: models, quantization methods that cast the target, and drafters without a model: the
+        first is what draft-model drafts with, each other one drafts for the one before it.
+    draft_lm_head: whether casts quantize the output head too.
+    """
+
+    drafter: str = "qspec"
+    fields: Mapping[str, object] = {}
+    draft: Sequence[str] = ()
+    draft_lm_head: bool = False
+
+
+class _Level(NamedTuple):
+    """A drafter to be made. text: its name, which options may follow after a colon."""
+
+    text: str
+    fields: dict[str, object]
+
+    @property
+    def name(self) -> str:
+        return self.text.partition(":")[0]
 
 
 def add_drafter(parser: argparse.ArgumentParser) -> None:
-    """--drafter, and the options of every kind."""
-    add = parser.add_argument
-    add("--drafter", choices=tuple(DRAFTERS), default="qspec")
+    """--drafter, and the options of all drafters."""
+    add = parser.add_argument_group("drafting").add_argument
+    names = ", ".join(_NAMED)
+    add("--drafter", default="qspec", metavar="NAME", help=f"{names}; qspec if left out")
+    add(
+        "--draft-option",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any field of the drafter, such as window=2 or schedule=heuristic; repeatable",
+    )
     add(
         "--draft-length",
         type=integers,
         metavar="N",
-        help="tokens per draft; N,M for two levels that run a model",
+        help="tokens per draft; N,M where a second model drafts for the first",
     )
-    add("--activation", choices=("a16", "a8", "a4"), help="the draft's activations")
+    add(
+        "--draft-activation",
+        choices=("a16", "a8", "a4"),
+        help="activation precision of the draft; qspec: a8, other models: a16 if left out",
+    )
     add(
         "--draft",
         action="append",
+        default=[],
         metavar="MODEL_OR_METHOD",
-        help="what draft-model drafts with: a model, or a quantization method that casts the "
-        "target. Given again, or with qspec or layer-skip: what drafts for that, one of these or "
-        + ", ".join(MODEL_FREE),
+        help="the model of draft-model, or a quantization method that casts the target to one; "
+        "given again, or with qspec or layer-skip: the next drafter, which may also be "
+        + ", ".join(_LOOK_UP),
+    )
+    add("--draft-lm-head", action="store_true", help="quantize the output head of casts too")
+    add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
+    add("--layers", type=integers, metavar="0,2,…", help="the layers that layer-skip drafts with")
+    add(
+        "--confidence",
+        type=float,
+        metavar="P",
+        help="end a draft at a token of smaller probability; never if left out",
     )
     add(
         "--datastore",
         metavar="DIR",
-        help="of retrieval, and of spectra's second half: what specjax datastore build made",
+        help="corpus of retrieval, and with spectra a second source: specjax datastore build "
+        "makes one",
     )
-    add("--draft-lm-head", action="store_true", help="cast the output head too")
-    add("--share-cache", action="store_true", help="a cast drafts from the target's KV cache")
-    add("--layers", type=integers, metavar="0,2,…", help="what layer-skip drafts with")
-    add("--confidence", type=float, help="a draft ends with a token less probable than this")
 
 
-def make_drafter(
-    options: argparse.Namespace, params: specjax.Params, original: specjax.Params
-) -> specjax.Drafter:
-    """The drafter that the options name.
+def read_drafter(options: argparse.Namespace) -> DrafterOptions:
+    """The choice that the options make. Raises ValueError where a field is given twice."""
+    values = {field: getattr(options, flag) for field, flag in _FLAGS.items()}
+    fields = {name: value for name, value in values.items() if value not in (None, False)}
+    for name, value in options.draft_option:
+        if name in fields:
+            raise ValueError(f"--draft-option {name}={value}: {name} is given twice")
+        fields[name] = value
+    return DrafterOptions(options.drafter, fields, options.draft, options.draft_lm_head)
 
-    original: the target before --quantize, which casts are made of.
 
-    Raises ValueError for an option of another drafter, and what the drafter's own checks raise.
+def make_drafter(chosen: DrafterOptions, target: Target) -> specjax.Drafter:
+    """Makes the drafter.
+
+    Raises:
+      FileNotFoundError: a model or a datastore is missing.
+      ValueError: there is no such drafter or option, one is missing, or a value is not accepted.
     """
-    kind = DRAFTERS[options.drafter]
-    for name in _ALL_OPTIONS:
-        if getattr(options, name) not in (None, False) and name not in kind.options:
-            owners = ", ".join(owner for owner, each in DRAFTERS.items() if name in each.options)
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} goes with --drafter {owners}, got {options.drafter}")
-    return kind.make(options, params, original)
+    levels = _levels(chosen, target)
+    _distribute(chosen.fields, levels)
+    first, *others = [_made(level) for level in levels]
+    if isinstance(first, specjax.QSpec):
+        _check_four_bits(first, target)
+    return specjax.MultiLevel.of([first, *others])
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -76,132 +148,53 @@ def integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def _autoregressive(*_: object) -> specjax.Drafter:
-    return specjax.Autoregressive()
+def _assignment(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name.replace("-", "_"), value
 
 
-def _qspec(
-    options: argparse.Namespace, params: specjax.Params, original: specjax.Params
-) -> specjax.Drafter:
-    length, *below = _lengths(options, 1 + _models_below(options), 3)
-    drafter = specjax.QSpec(length, options.activation or "a8")
-    try:
-        drafter.validate(params, positions=0)
-    except ValueError:
-        raise ValueError(
-            f"{options.model} holds 16-bit weights, and the qspec drafter needs 4-bit ones: "
-            "add --quantize rtn, or decode it with --drafter draft-model --draft mxfp4 or "
-            "--drafter autoregressive"
-        ) from None
-    return _nested([drafter, *_drafts(options, original, below)], None)
+def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
+    """The drafters from the target's own down, each with its model."""
+    if chosen.drafter not in DRAFTERS:
+        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {chosen.drafter!r}")
+    first, drafts = _Level(chosen.drafter, {}), list(chosen.draft)
+    if drafts and first.name not in _RUN_A_MODEL:
+        owners = ", ".join(_RUN_A_MODEL)
+        raise ValueError(f"--draft goes with --drafter {owners}, got {first.name}")
+    if chosen.draft_lm_head and not drafts:
+        raise ValueError("--draft-lm-head goes with --draft and a quantization method")
+    if first.name == "draft-model":
+        if not drafts or _Level(drafts[0], {}).name in _LOOK_UP:
+            raise ValueError(
+                "--drafter draft-model needs --draft: a model, or a quantization method such as "
+                "mxfp4"
+            )
+        first = _below(drafts.pop(0), chosen.draft_lm_head, target)
+    return [first, *(_below(draft, chosen.draft_lm_head, target) for draft in drafts)]
 
 
-def _draft_model(
-    options: argparse.Namespace, params: specjax.Params, original: specjax.Params
-) -> specjax.Drafter:
-    if not options.draft or options.draft[0] in MODEL_FREE:
-        raise ValueError(
-            "--drafter draft-model needs --draft: a model, or a quantization method such as mxfp4"
-        )
-    first, *others = _drafts(options, original, _lengths(options, _models_below(options), 5))
-    if options.share_cache:
-        if not isinstance(first, specjax.DraftModel):
-            raise ValueError("--share-cache goes with a draft made of the target's own weights")
-        first = dataclasses.replace(first, share_cache=True)
-    return _nested([first, *others], options.confidence)
-
-
-def _layer_skip(
-    options: argparse.Namespace, params: specjax.Params, original: specjax.Params
-) -> specjax.Drafter:
-    layers = options.layers
-    if layers is None:
-        raise ValueError(
-            "--drafter layer-skip needs --layers, such as 0,2,4: specjax plan layers finds some"
-        )
-    length, *below = _lengths(options, 1 + _models_below(options), 3)
-    drafter = specjax.LayerSkip(layers, length, options.activation or "a16")
-    drafter.validate(params, positions=0)
-    return _nested([drafter, *_drafts(options, original, below)], options.confidence)
-
-
-def _prompt_lookup(options: argparse.Namespace, *_: object) -> specjax.Drafter:
-    (length,) = _lengths(options, 1, specjax.PromptLookup().draft_length)
-    return specjax.PromptLookup(length)
-
-
-def _ngram(options: argparse.Namespace, *_: object) -> specjax.Drafter:
-    (length,) = _lengths(options, 1, specjax.NGram().draft_length)
-    return specjax.NGram(length)
-
-
-def _lookahead(*_: object) -> specjax.Drafter:
-    return specjax.Lookahead()
-
-
-def _spectra(options: argparse.Namespace, *_: object) -> specjax.Drafter:
-    core = specjax.Spectra()
-    return core if options.datastore is None else specjax.Combined(core, _retrieval(options))
-
-
-def _retrieval(options: argparse.Namespace, *_: object) -> specjax.Drafter:
-    if options.datastore is None:
-        raise ValueError("retrieval needs --datastore: specjax datastore build makes one")
-    return specjax.Retrieval(specjax.Datastore.load(options.datastore))
-
-
-def _models_below(options: argparse.Namespace) -> int:
-    """How many of --draft run a model."""
-    return sum(name not in MODEL_FREE for name in options.draft or ())
-
-
-def _lengths(options: argparse.Namespace, levels: int, default: int) -> tuple[int, ...]:
-    """One draft length per level."""
-    lengths = options.draft_length or (default,)
-    if len(lengths) == 1:
-        return lengths * levels
-    if len(lengths) != levels:
-        raise ValueError(
-            f"--draft-length must be one number or one per level, {levels}; got {len(lengths)}"
-        )
-    return lengths
-
-
-def _drafts(
-    options: argparse.Namespace, original: specjax.Params, lengths: Sequence[int]
-) -> list[specjax.Drafter]:
-    """What --draft names, each model with its draft length."""
-    remaining = iter(lengths)
-    return [
-        MODEL_FREE[name](argparse.Namespace(**vars(options) | {"draft_length": None}))
-        if name in MODEL_FREE
-        else _draft(options, name, original, next(remaining))
-        for name in options.draft or ()
-    ]
-
-
-def _draft(
-    options: argparse.Namespace, name: str, original: specjax.Params, length: int
-) -> specjax.Drafter:
-    """A drafting model: that of a directory, or the target cast by a method."""
-    activation: Activation = options.activation or "a16"
-    params = _cast(options, name, original)
+def _below(name: str, lm_head: bool, target: Target) -> _Level:
+    """A drafter that --draft names: one without a model, a cast of the target, or a directory's."""
+    if (level := _Level(name, {})).name in _LOOK_UP:
+        return level
+    params = _cast(name, lm_head, target)
     if params is not None:
-        return specjax.DraftModel(params, length, activation)
+        return _Level("draft-model", {"params": params})
     params = specjax.load(name)
-    target = specjax.load_tokenizer(options.model)
+    tokenizer = specjax.load_tokenizer(target.source)
     try:
         own = specjax.load_tokenizer(name)
     except FileNotFoundError:  # a draft without one must speak the target's tokens
-        return specjax.DraftModel(params, length, activation)
-    if own.same_tokens(target):
-        return specjax.DraftModel(params, length, activation)
-    return specjax.TranslatedDraft(params, own, target, length, activation)
+        return _Level("draft-model", {"params": params})
+    if own.same_tokens(tokenizer):
+        return _Level("draft-model", {"params": params})
+    fields = {"params": params, "draft_tokenizer": own, "target_tokenizer": tokenizer}
+    return _Level("translated-draft", fields)
 
 
-def _cast(
-    options: argparse.Namespace, name: str, original: specjax.Params
-) -> specjax.Params | None:
+def _cast(name: str, lm_head: bool, target: Target) -> specjax.Params | None:
     """The target cast by the method of that name; None where it names a model.
 
     Raises ValueError where it names neither.
@@ -217,51 +210,62 @@ def _cast(
         except FileNotFoundError:
             raise ValueError(f"--draft names no model, and no method: {error}") from None
         return None
-    return specjax.quantize(
-        original, name, group_size=options.group_size, lm_head=options.draft_lm_head
-    )
+    return specjax.quantize(target.original, name, group_size=target.group_size, lm_head=lm_head)
 
 
-def _nested(levels: Sequence[specjax.Drafter], confidence: float | None) -> specjax.Drafter:
-    """Each level drafted for by the next; `confidence` is the last one's."""
-    *outer, last = levels
-    if confidence is not None:
-        if not isinstance(last, specjax.DraftModel | specjax.TranslatedDraft | specjax.LayerSkip):
-            raise ValueError(
-                f"--confidence goes with a model as last drafter, got {type(last).__name__}"
-            )
-        last = dataclasses.replace(last, confidence=confidence)
-    return specjax.MultiLevel.of([*outer, last])
+def _distribute(fields: Mapping[str, object], levels: Sequence[_Level]) -> None:
+    """Gives each level the fields that are for it; the first has those that are not shared."""
+    with_model = (*_RUN_A_MODEL, "translated-draft")
+    models = [level for level in levels if level.name in with_model] or levels[:1]
+    owners = {
+        "draft_length": models,
+        "activation": models,
+        "confidence": levels[-1:],
+        "datastore": [level for level in levels if level.name in _WITH_CORPUS] or levels[:1],
+    }
+    if len(models) > 1:
+        usual = drafting.options(models[0].name)["draft_length"].default
+        fields = {"draft_length": usual, **fields}
+    for name, value in fields.items():
+        chosen = owners.get(name, levels[:1])
+        values = _lengths(value, len(chosen)) if name == "draft_length" else [value] * len(chosen)
+        for level, own in zip(chosen, values, strict=True):
+            level.fields[name] = own
 
 
-MODEL_FREE: dict[str, Callable[..., specjax.Drafter]] = {
-    "prompt-lookup": _prompt_lookup,
-    "ngram": _ngram,
-    "lookahead": _lookahead,
-    "spectra": _spectra,
-    "retrieval": _retrieval,
-}
-DRAFTERS = {
-    "qspec": Kind(_qspec, ("draft", "draft_lm_head", "datastore", "draft_length", "activation")),
-    "autoregressive": Kind(_autoregressive, ()),
-    "draft-model": Kind(
-        _draft_model,
-        (
-            "draft", "draft_lm_head", "datastore", "share_cache", "draft_length", "activation",
-            "confidence",
-        ),
-    ),
-    "layer-skip": Kind(
-        _layer_skip,
-        (
-            "layers", "draft", "draft_lm_head", "datastore", "draft_length", "activation",
-            "confidence",
-        ),
-    ),
-    "prompt-lookup": Kind(_prompt_lookup, ("draft_length",)),
-    "ngram": Kind(_ngram, ("draft_length",)),
-    "lookahead": Kind(_lookahead, ()),
-    "spectra": Kind(_spectra, ("datastore",)),
-    "retrieval": Kind(_retrieval, ("datastore",)),
-}  # fmt: skip
-_ALL_OPTIONS = tuple(dict.fromkeys(name for kind in DRAFTERS.values() for name in kind.options))
+def _lengths(value: object, levels: int) -> Sequence[object]:
+    """One draft length per level."""
+    lengths = value if isinstance(value, tuple | list) else (value,)
+    if len(lengths) == 1:
+        return [lengths[0]] * levels
+    if len(lengths) != levels:
+        raise ValueError(
+            f"--draft-length must be one number or one per level, {levels}; got {len(lengths)}"
+        )
+    return lengths
+
+
+def _made(level: _Level) -> specjax.Drafter:
+    """The drafter; spectra with a datastore is both of SPECTRA's halves."""
+    fields = dict(level.fields)
+    corpus = fields.pop("datastore", None) if level.name == "spectra" else None
+    needed, how = _NEEDED.get(level.text, (None, ""))
+    if needed is not None and needed not in fields:
+        raise ValueError(f"{level.text} needs {how}")
+    drafter = drafting.make(level.text, **fields)
+    if corpus is None:
+        return drafter
+    retrieval = drafting.make("retrieval", datastore=corpus)
+    return drafting.make("combined", first=drafter, second=retrieval)
+
+
+def _check_four_bits(drafter: specjax.QSpec, target: Target) -> None:
+    """Raises ValueError, with what to do about it, for a target without 4-bit weights."""
+    try:
+        drafter.validate(target.params, positions=0)
+    except ValueError:
+        raise ValueError(
+            f"{target.source} holds 16-bit weights, and the qspec drafter needs 4-bit ones: "
+            "add --quantize rtn, or decode it with --drafter draft-model --draft mxfp4 or "
+            "--drafter autoregressive"
+        ) from None

@@ -12,60 +12,79 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
-from specjax.commands.drafters import add_drafter, make_drafter
+from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, pyplot, read_prompts, write_json
-from specjax.commands.options import add_cache_bits, add_model, add_quantize, load_target
+from specjax.commands.options import (
+    add_cache_bits,
+    add_json,
+    add_model,
+    add_quantize,
+    chosen_target,
+)
 from specjax.evaluation import TASKS, Fidelity, TaskProgress, evaluate, fidelity, perplexity
+from specjax.evaluation.progress_bar import progress_bar
 from specjax.evaluation.table import Row, fidelity_rows, format_table
 
 
 def add(commands: Any) -> None:
-    """Adds the command and its kinds of evaluation to a parser's commands."""
-    parser = commands.add_parser("evaluate", help="task sets, perplexity, low precision")
-    kinds = parser.add_subparsers(required=True, metavar="TASK")
-    for name in TASKS:
-        _add_tasks(kinds.add_parser(name, help="a task; others may follow"), name)
-    _add_perplexity(kinds.add_parser("perplexity", help="of a text, in sliding windows"))
-    _add_fidelity(
-        kinds.add_parser("fidelity", help="top-1 probabilities under two activation precisions")
-    )
-    _add_table(kinds.add_parser("table", help="W16A16, W4A16, QSpec, W4A8 and W4A4 on tasks"))
+    """Adds the command and its kinds of evaluation."""
+    help_ = "run task sets, measure perplexity and what low precision costs"
+    more = "Several tasks may be named: specjax evaluate gsm8k humaneval piqa --data DATA"
+    parser = commands.add_parser("evaluate", help=help_, description=help_, epilog=more)
+    kinds = parser.add_subparsers(title="tasks and measures", required=True, metavar="TASK")
+    for name, task in TASKS.items():
+        _add_tasks(kinds.add_parser(name, help=task.title, description=task.title), name)
+    for name, help_, describe in (
+        ("perplexity", "perplexity of a text, in sliding windows", _add_perplexity),
+        ("fidelity", "probabilities at two activation precisions (QSpec, figure 2)", _add_fidelity),
+        ("table", "tasks with W16A16, W4A16, QSpec, W4A8, W4A4 (QSpec, table 3)", _add_table),
+    ):
+        describe(kinds.add_parser(name, help=help_, description=help_))
 
 
 def _add_tasks(parser: argparse.ArgumentParser, first: str) -> None:
     add = parser.add_argument
-    add("others", nargs="*", metavar="TASK", help=", ".join(TASKS))
+    add("others", nargs="*", metavar="TASK", help="more tasks: " + ", ".join(TASKS))
     add_model(parser)
-    _add_task_options(parser)
     add_quantize(parser)
-    add_drafter(parser)
     add_cache_bits(parser)
-    add("--out", type=Path, help="a file of results, which a run that was killed goes on from")
+    _add_task_options(parser)
+    help_ = "write results to this file; a killed run continues from it"
+    add("--out", type=Path, metavar="FILE", help=help_)
+    add_drafter(parser)
     parser.set_defaults(run=_tasks, first=first)
 
 
 def _add_table(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("tasks", nargs="+", metavar="TASK", help=", ".join(TASKS))
-    help_ = "models and their names in the table; a 16-bit one is W16A16"
+    help_ = "models with their names in the table; a 16-bit one is W16A16"
     add("--models", nargs="+", type=_named, required=True, metavar="NAME=MODEL", help=help_)
     _add_task_options(parser)
-    add("--draft-length", type=int, default=3, help="QSpec's tokens per draft")
-    add("--activation", choices=("a8", "a4"), default="a4", help="QSpec's draft activations")
+    help_ = "QSpec's tokens per draft; 3 if left out"
+    add("--draft-length", type=int, default=3, metavar="N", help=help_)
+    help_ = "QSpec's activation precision of the draft; a4 if left out"
+    add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
     add_cache_bits(parser)
-    add("--out", type=Path, help="a folder of results, which a run that was killed goes on from")
+    help_ = "write results to this folder; a killed run continues from it"
+    add("--out", type=Path, metavar="DIR", help=help_)
     parser.set_defaults(run=_table)
 
 
 def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="the folder of the tasks' files")
-    add("--batch", type=int, default=8, help="prompts at a time")
-    add("--limit", type=int, help="only the first items of each task")
-    add("--shots", type=int, help="worked examples before each question")
-    add("--max-new-tokens", type=int, help="per answer; the task's own number if left out")
-    add("--chat", action="store_true", help="put questions into the model's chat template")
-    add("--json", type=Path, help="write the numbers to this file")
+    add("--data", type=Path, required=True, metavar="DIR", help="the folder of the tasks' files")
+    help_ = "prompts decoded at a time, and texts per pass; 8 if left out"
+    add("--rows", type=int, default=8, metavar="N", help=help_)
+    add("--batch", dest="rows", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--limit", type=int, metavar="N", help="items per task, the first ones; all if left out")
+    for name, what in (
+        ("--shots", "worked examples before each question"),
+        ("--max-new-tokens", "most tokens per answer"),
+    ):
+        add(name, type=int, metavar="N", help=f"{what}; the task's own number if left out")
+    add("--chat", action="store_true", help="put the questions into the model's chat template")
+    add_json(parser)
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -75,32 +94,44 @@ def _named(text: str) -> tuple[str, str]:
     return name, model
 
 
-def _add_common(parser: argparse.ArgumentParser, activation: str) -> None:
-    add_model(parser)
-    add = parser.add_argument
-    add("--activation", choices=("a16", "a8", "a4"), default=activation)
-    add("--rows", type=int, default=1, help="texts per pass")
-    add("--json", type=Path, help="write the numbers to this file")
-
-
 def _add_perplexity(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser, "a16")
     add = parser.add_argument
     add("text", type=Path, help="a text file, such as WikiText-2's")
-    add("--window", type=int, default=512, help="tokens per window")
-    add("--stride", type=int, help="tokens between windows; as wide as they are if left out")
+    add_model(parser)
+    help_ = "activation precision of the model; a16 if left out"
+    add("--activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
     add_cache_bits(parser)
-    add("--max-tokens", type=int, help="only the first tokens of the text")
+    add("--window", type=int, default=512, metavar="N", help="tokens per window; 512 if left out")
+    help_ = "tokens from one window's start to the next's; --window if left out"
+    add("--stride", type=int, metavar="N", help=help_)
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of the text, the first ones; all if left out",
+    )
+    add("--rows", type=int, default=1, metavar="N", help="windows per pass; 1 if left out")
+    add_json(parser)
     parser.set_defaults(run=_perplexity)
 
 
 def _add_fidelity(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser, "a4")
     add = parser.add_argument
     add("prompts", type=Path, help="a file of prompts: JSON lines, or one text per line")
-    add("--limit", type=int, help="only the first prompts of the file")
-    add("--max-new-tokens", type=int, default=128, help="tokens written after each prompt")
-    add("--picture", type=Path, help="draw the scatter (QSpec figure 2) into this file")
+    add_model(parser)
+    help_ = "activation precision that is compared with a16; a4 if left out"
+    add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="prompts of the file, the first ones; all if left out",
+    )
+    help_ = "most tokens per prompt; 128 if left out"
+    add("--max-new-tokens", type=int, default=128, metavar="N", help=help_)
+    add("--rows", type=int, default=1, metavar="N", help="prompts per pass; 1 if left out")
+    add_json(parser)
+    add("--picture", type=Path, metavar="FILE", help="draw the scatter plot into this file")
     parser.set_defaults(run=_fidelity)
 
 
@@ -108,12 +139,7 @@ def _perplexity(options: argparse.Namespace) -> None:
     params = specjax.load(options.model)
     text = options.text.read_text(encoding="utf-8")
     tokens = specjax.load_tokenizer(options.model).encode(text)[: options.max_tokens]
-    with tqdm(unit="pass", leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("pass") as progress:
         result = perplexity(
             params, tokens, window=options.window, stride=options.stride, rows=options.rows,
             activation=options.activation, cache_bits=options.cache_bits, progress=progress,
@@ -125,7 +151,7 @@ def _perplexity(options: argparse.Namespace) -> None:
         "tokens": result.tokens,
     }
     if options.max_tokens is not None:
-        del numbers["bits per byte"]  # the bytes of a part of the text are not known
+        del numbers["bits per byte"]  # the part's size in bytes is not known
     _report(numbers, options.json)
 
 
@@ -135,20 +161,20 @@ def _fidelity(options: argparse.Namespace) -> None:
     tokenizer = specjax.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text) for text in read_prompts(options.prompts)[: options.limit]]
     result = fidelity(
-        params, prompts, activation=options.activation, max_new_tokens=options.max_new_tokens,
-        rows=options.rows,
+        params, prompts, activation=options.draft_activation,
+        max_new_tokens=options.max_new_tokens, rows=options.rows,
     )  # fmt: skip
     _report(result.summary(), options.json)
     if options.picture is not None:
-        _draw(result, options.activation, options.picture)
+        _draw(result, options.draft_activation, options.picture)
 
 
 def _tasks(options: argparse.Namespace) -> None:
-    params, original = load_target(options)
+    target = chosen_target(options)
     with _bar() as progress:
         results = evaluate(
-            params, specjax.load_tokenizer(options.model), [options.first, *options.others],
-            options.data, drafter=make_drafter(options, params, original),
+            target.params, specjax.load_tokenizer(options.model), [options.first, *options.others],
+            options.data, drafter=make_drafter(read_drafter(options), target),
             cache_bits=options.cache_bits, out=options.out, progress=progress,
             **_task_options(options),
         )  # fmt: skip
@@ -177,7 +203,7 @@ def _table_rows(options: argparse.Namespace, name: str, model: str) -> list[Row]
 
         rows = fidelity_rows(
             name, specjax.load(model), specjax.load_tokenizer(model), options.tasks, options.data,
-            drafter=specjax.QSpec(options.draft_length, options.activation),
+            drafter=specjax.QSpec(options.draft_length, options.draft_activation),
             cache_bits=options.cache_bits, out=options.out, progress=progress,
             **_task_options(options),
         )  # fmt: skip
@@ -192,14 +218,14 @@ def _row_numbers(row: Row) -> dict[str, Any]:
 
 def _task_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "rows": options.batch, "limit": options.limit, "shots": options.shots,
+        "rows": options.rows, "limit": options.limit, "shots": options.shots,
         "max_new_tokens": options.max_new_tokens, "chat": options.chat,
     }  # fmt: skip
 
 
 @contextmanager
 def _bar() -> Iterator[Any]:
-    """What shows how far each task is: items, time left, tokens per second, acceptance."""
+    """A progress bar of each task: items, time left, tokens per second, acceptance."""
     with tqdm(unit="item", leave=False) as bar:
 
         def show(state: TaskProgress) -> None:

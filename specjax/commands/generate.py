@@ -8,27 +8,39 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 import specjax
-from specjax.commands.drafters import add_drafter, make_drafter
-from specjax.commands.options import add_cache_bits, add_model, add_quantize, load_target
+from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
+from specjax.commands.options import add_cache_bits, add_model, add_quantize, chosen_target
 from specjax.generation.text import Round, TextStream, stream
+
+if TYPE_CHECKING:
+    from checkpoints_tools.tokenizer import Tokenizer
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
-    _add_generate(commands.add_parser("generate", help="continue a text, drafting and verifying"))
+    """Adds the command."""
+    help_ = "continue a text, drafting and verifying"
+    _add_generate(commands.add_parser("generate", help=help_, description=help_))
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("text", help="the text to continue")
     add_model(parser)
+    add_quantize(parser)
+    add_cache_bits(parser)
     add("--chat", action="store_true", help="put the text into the model's chat template")
-    add("--max-new-tokens", type=int, default=128)
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="most tokens to generate; 128 if left out",
+    )
     add(
         "--stop",
         action="append",
@@ -36,25 +48,32 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; repeatable",
     )
-    add_quantize(parser)
-    add_drafter(parser)
-    add_cache_bits(parser)
-    add("--temperature", type=float, help="sample at this temperature; greedy if left out")
-    add("--top-k", type=int, help="sample from the k most probable tokens")
-    add("--top-p", type=float, help="sample from the most probable tokens that reach p together")
-    add("--min-p", type=float, help="sample from tokens at least p times as probable as the first")
-    add("--repetition-penalty", type=float, help="make tokens that were there less probable")
-    add("--seed", type=int, default=0, help="seed of the sampling")
     add("--trace", action="store_true", help="show where each token came from")
+    add_drafter(parser)
+    _add_sampling(parser)
     parser.set_defaults(run=_generate)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling (greedy if all are left out)").add_argument
+    for name, type_, metavar, help_ in (
+        ("--temperature", float, "T", "divide the logits by T; 1 if left out"),
+        ("--top-k", int, "K", "sample from the K most probable tokens"),
+        ("--top-p", float, "P", "sample from the most probable tokens that reach P together"),
+        ("--min-p", float, "P", "sample from tokens at least P times as probable as the first"),
+        ("--repetition-penalty", float, "X", "make tokens that occurred less probable; 1: off"),
+    ):
+        add(name, type=type_, metavar=metavar, help=help_)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random key; 0 if left out")
 
 
 def _generate(options: argparse.Namespace) -> None:
     if "" in options.stop:
         raise ValueError("--stop must name a text, got an empty one")
-    params, original = load_target(options)
+    target = chosen_target(options)
+    params = target.params
     tokenizer = specjax.load_tokenizer(options.model)
-    drafter = make_drafter(options, params, original)
+    drafter = make_drafter(read_drafter(options), target)
     prompt = _prompt(options, tokenizer)
     sampling = _sampling(options)
     first = begun = time.perf_counter()
@@ -85,8 +104,8 @@ def _generate(options: argparse.Namespace) -> None:
         print(_legend())
 
 
-def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """The text's tokens; as a question, if it is put to a chat model."""
+def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
+    """The text's tokens; with --chat those of the chat template around it."""
     if not options.chat:
         return tokenizer.encode(options.text)
     text = tokenizer.chat([{"role": "user", "content": options.text}])
@@ -94,14 +113,14 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> list[int]:
 
 
 def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:
-    """How to sample, if any of its options is given."""
+    """How to sample; None where no option of sampling is given."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     return specjax.Sampling(**given) if given else None
 
 
 def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
-    """Speed without the first round, whose time went to compilation; and the acceptance."""
+    """Acceptance, and speed without the first round, which waits for the compiler."""
     tokens = sum(len(each.tokens) for each in rounds)
     accepted = sum(len(each.accepted) for each in rounds)
     drafted = accepted + sum(len(each.rejected) for each in rounds)
@@ -115,7 +134,7 @@ def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
 
 
 def _without(each: Round, tokens: Sequence[int]) -> Round:
-    """A round without some tokens."""
+    """The round without some tokens."""
     return Round(
         *([token for token in kind if token not in tokens] for kind in dataclasses.astuple(each))
     )
@@ -134,7 +153,7 @@ class _Plain:
         print(self._text.finish(), end="", flush=True)
 
 
-_STYLES = {  # where a token came from -> its colour, and what marks it where there are no colours
+_STYLES = {  # where a token came from -> its colour, and its marks where there are no colours
     "accepted": ("\033[32m", "", ""),
     "rejected": ("\033[9;31m", "[-", "-]"),
     "given": ("\033[34m", "{+", "+}"),
@@ -160,7 +179,7 @@ def _print_styled(name: str, text: str) -> None:
 
 
 def _legend() -> str:
-    """What the styles mean."""
+    """The meaning of the styles."""
     return ", ".join(
         (
             _styled("accepted", "drafted and accepted"),

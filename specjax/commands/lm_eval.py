@@ -1,7 +1,7 @@
 """`specjax lm-eval`: the command line of lm-evaluation-harness, with specjax among its models.
 
-The harness looks models up in a table of its own, which no package can enter from outside; so the
-command enters this one and hands over.
+The harness finds models in a table that other packages cannot extend at installation, so the
+command registers specjax at run time and passes its arguments on.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import specjax
-from specjax.commands.drafters import add_drafter, make_drafter
-from specjax.commands.options import add_cache_bits, add_quantize, load_target
+from pallas_kernels.cache_entries import check_cache_bits
+from specjax.commands.drafters import DrafterOptions, make_drafter
+from specjax.commands.options import load_target, read_group_size
 
 _AUTOMATIC_ROWS = 8  # for the harness's --batch_size auto
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's. What follows its name is the harness's to read."""
-    help_ = "lm-evaluation-harness, with --model specjax"
+    """Adds the command. The harness reads the arguments that follow its name."""
+    help_ = "run lm-evaluation-harness with specjax among its models"
     parser = commands.add_parser("lm-eval", help=help_, add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_lm_eval)
@@ -46,61 +48,56 @@ def _lm_eval(options: argparse.Namespace) -> None:
 def read_options(
     pretrained: str = "tiny",
     *,
+    quantize: str | None = None,
+    group_size: int | str | None = 128,
+    cache_bits: int = 16,
+    drafter: str = "qspec",
+    draft: str | Sequence[str] = (),
+    draft_lm_head: bool = False,
     batch_size: int | str = _AUTOMATIC_ROWS,
     max_length: int | None = None,
     seed: int = 0,
     device: str | None = None,
     max_batch_size: int | None = None,
-    **options: Any,
+    **fields: object,
 ) -> dict[str, Any]:
-    """What `SpecjaxLM` is made of, from the harness's --model_args.
+    """Makes the arguments of `SpecjaxLM` from the harness's --model_args.
 
     Args:
       pretrained: the model, as `specjax.load` takes it.
+      quantize, group_size, cache_bits, drafter, draft, draft_lm_head: the options of `specjax
+        generate`; several drafts as a list.
       batch_size: texts per pass; "auto" for 8.
       max_length, seed: as for `SpecjaxLM`.
-      device, max_batch_size: given by the harness to every model; JAX chooses the device.
-      options: those of `specjax generate` for quantization, drafter and cache, by their names;
-        several values as a list.
+      device, max_batch_size: ignored. The harness gives them to every model; JAX chooses the
+        device.
+      fields: the drafter's fields, as `specjax.drafting.make` takes them.
 
     Raises:
       ValueError: an option is unknown or does not fit the model.
       FileNotFoundError: a model or a part of it is missing.
     """
-    chosen = _parse(pretrained, options)
-    params, original = load_target(chosen)
+    check_cache_bits(cache_bits)
+    chosen = DrafterOptions(
+        drafter,
+        {name: value for name, value in fields.items() if value not in (None, False)},
+        [draft] if isinstance(draft, str) else draft,
+        draft_lm_head,
+    )
+    target = load_target(pretrained, quantize, _group_size(group_size))
     return {
-        "params": params,
+        "params": target.params,
         "tokenizer": specjax.load_tokenizer(pretrained),
-        "drafter": make_drafter(chosen, params, original),
+        "drafter": make_drafter(chosen, target),
         "rows": _AUTOMATIC_ROWS if str(batch_size).startswith("auto") else int(batch_size),
         "max_length": max_length,
-        "cache_bits": chosen.cache_bits,
+        "cache_bits": cache_bits,
         "seed": seed,
     }
 
 
-def _parse(pretrained: str, options: dict[str, Any]) -> argparse.Namespace:
-    """The options as if they stood on the command line."""
-    parser = _Parser(prog="--model_args", add_help=False, allow_abbrev=False)
-    parser.set_defaults(model=pretrained)
-    add_quantize(parser)
-    add_drafter(parser)
-    add_cache_bits(parser)
-    arguments = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            arguments.append(flag)
-        elif isinstance(value, list | tuple) and name == "draft":
-            arguments += [f"{flag}={each}" for each in value]
-        elif isinstance(value, list | tuple):
-            arguments.append(f"{flag}={','.join(map(str, value))}")
-        elif value is not False and value is not None:
-            arguments.append(f"{flag}={value}")
-    return parser.parse_args(arguments)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"--model_args: {message}")
+def _group_size(given: int | str | None) -> int | None:
+    try:
+        return read_group_size(str(given).lower())
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"group_size {error}") from None

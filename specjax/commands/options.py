@@ -3,46 +3,104 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Generator
+from pathlib import Path
+from typing import NamedTuple
 
 import specjax
+
+_GROUP_SIZES = {"none": None, "32": 32, "64": 64, "128": 128}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help with one line per command, and room for long options beside their help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _iter_indented_subactions(
+        self, action: argparse.Action
+    ) -> Generator[argparse.Action, None, None]:
+        for each in super()._iter_indented_subactions(action):
+            self._dedent()  # argparse aligns commands as if they were not indented
+            yield each
+            self._indent()
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        listed = isinstance(action, argparse._SubParsersAction)
+        return text.partition("\n")[2] if listed else text  # without the line of the metavar
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose commands, and theirs, show their help in the same way."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})  # type: ignore[arg-type]
+
+
+class Target(NamedTuple):
+    """The model that a command decodes with.
+
+    source: the name or directory that it was loaded from.
+    params: the model, quantized on request.
+    original: the model as it was loaded; casts are made of it.
+    group_size: weights per scale, of the quantized model and of casts.
+    """
+
+    source: str
+    params: specjax.Params
+    original: specjax.Params
+    group_size: int | None = 128
+
+
+def load_target(source: str, quantize: str | None, group_size: int | None) -> Target:
+    """Loads a model and quantizes it by a method; None: leaves it as it is."""
+    original = specjax.load(source)
+    if not quantize:
+        return Target(source, original, original, group_size)
+    params = specjax.quantize(original, quantize, group_size=group_size)
+    return Target(source, params, original, group_size)
+
+
+def chosen_target(options: argparse.Namespace) -> Target:
+    """The model that --model, --quantize and --group-size name."""
+    return load_target(options.model, options.quantize, options.group_size)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """--model."""
-    help_ = '"tiny", a specjax checkpoint, or a Hugging Face directory'
+    help_ = 'a specjax checkpoint, a Hugging Face directory, or a name; "tiny" if left out'
     parser.add_argument("--model", default="tiny", help=help_)
 
 
 def add_group_size(parser: argparse.ArgumentParser) -> None:
     """--group-size."""
-    help_ = '32, 64, 128 or "none"'
-    parser.add_argument("--group-size", type=_group_size, default=128, help=help_)
+    help_ = "weights per scale: 32, 64, 128 (default) or none, one scale per channel"
+    parser.add_argument("--group-size", type=read_group_size, default=128, metavar="N", help=help_)
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """--quantize and --group-size."""
-    help_ = "quantize a 16-bit model: rtn, mxfp4, int8 …"
+    help_ = "quantize a 16-bit model first: rtn, mxfp4, int8 …"
     parser.add_argument("--quantize", metavar="METHOD", help=help_)
     add_group_size(parser)
 
 
-def load_target(options: argparse.Namespace) -> tuple[specjax.Params, specjax.Params]:
-    """The model of --model, quantized by --quantize, and as it was before."""
-    original = specjax.load(options.model)
-    if not options.quantize:
-        return original, original
-    params = specjax.quantize(original, options.quantize, group_size=options.group_size)
-    return params, original
-
-
 def add_cache_bits(parser: argparse.ArgumentParser) -> None:
     """--cache-bits."""
-    help_ = "bits per KV cache entry"
+    help_ = "bits per KV cache entry: 16 (default), 8 or 4"
     parser.add_argument("--cache-bits", type=int, choices=(16, 8, 4), default=16, help=help_)
 
 
-def _group_size(text: str) -> int | None:
-    sizes = {"none": None, "32": 32, "64": 64, "128": 128}
-    if text not in sizes:
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    help_ = "write the numbers to this file"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=help_)
+
+
+def read_group_size(text: str) -> int | None:
+    """A group size from its text. Raises argparse.ArgumentTypeError for any other."""
+    if text not in _GROUP_SIZES:
         raise argparse.ArgumentTypeError(f"must be 32, 64, 128 or none, got {text!r}")
-    return sizes[text]
+    return _GROUP_SIZES[text]

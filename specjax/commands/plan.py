@@ -10,20 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import specjax
 from specjax import planning
-from specjax.commands.drafters import add_drafter, make_drafter
+from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, read_config, read_prompts, write_json
 from specjax.commands.options import (
     add_cache_bits,
     add_group_size,
+    add_json,
     add_model,
     add_quantize,
-    load_target,
+    chosen_target,
 )
 from specjax.commands.plan_pictures import draw_layers, draw_memory, draw_speed
+from specjax.evaluation.progress_bar import progress_bar
 from specjax.planning.memory import FORMATS, most_that_fits
 from specjax.planning.speed import LONGEST, Level
 
@@ -33,52 +33,66 @@ COUNTS = ("most rows", "longest context")
 
 
 def add(commands: Any) -> None:
-    """Adds the command and its three kinds of plan to a parser's commands."""
-    parser = commands.add_parser("plan", help="memory, speed-up, layers to skip")
-    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    """Adds the command and its three kinds of plan."""
+    help_ = "estimate memory and speed-up, or find layers to draft with"
+    parser = commands.add_parser("plan", help=help_, description=help_)
+    kinds = parser.add_subparsers(title="plans", required=True, metavar="KIND")
     for name, help_, describe, run in (
-        ("memory", "what target, draft and caches hold", _add_memory, _memory),
+        ("memory", "memory of the target, the draft and their caches", _add_memory, _memory),
         ("speed", "speed-up and best draft length", _add_speed, _speed),
-        ("layers", "the layers to draft with", _add_layers, _layers),
+        ("layers", "layers to draft with by --drafter layer-skip", _add_layers, _layers),
     ):
-        each = kinds.add_parser(name, help=help_)
+        each = kinds.add_parser(name, help=help_, description=help_)
         describe(each)
-        each.add_argument("--json", type=Path, help="write the numbers to this file")
-        each.add_argument("--picture", type=Path, help="draw them into this file")
+        add_json(each)
+        each.add_argument("--picture", type=Path, metavar="FILE", help="draw them into this file")
         each.set_defaults(run=run)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add = parser.add_argument
-    add("--weights", choices=FORMATS, help="the target's format, if not its own")
-    add("--draft-weights", choices=FORMATS, help="the draft's format: a cast of the target")
-    add("--draft-model", help="a model that drafts instead of a cast")
-    add("--draft-lm-head", action="store_true", help="the draft's output head has its format too")
-    add("--share-cache", action="store_true", help="a cast drafts from the target's KV cache")
+    formats = ", ".join(FORMATS)
+    help_ = f"weight format of the target: {formats}; the model's own if left out"
+    add("--weights", choices=FORMATS, metavar="FORMAT", help=help_)
+    help_ = "weight format of a draft that is a cast of the target"
+    add("--draft-weights", choices=FORMATS, metavar="FORMAT", help=help_)
+    add("--draft-model", metavar="MODEL", help="a model that drafts instead of a cast")
+    add("--draft-lm-head", action="store_true", help="quantize the output head of the draft too")
+    add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
     add_group_size(parser)
     add_cache_bits(parser)
-    add("--rows", type=int, default=1, help="sequences at a time")
-    add("--context", type=int, help="tokens per sequence; the model's positions if left out")
-    add("--prompt", type=int, help="how many of them are the prompt; all if left out")
-    add("--draft-length", type=int, default=5)
-    add("--device", type=_size, metavar="SIZE", help="what the device has, such as 80GB or 16GiB")
+    add("--rows", type=int, default=1, metavar="N", help="sequences at a time; 1 if left out")
+    help_ = "tokens per sequence; the model's positions if left out"
+    add("--context", type=int, metavar="N", help=help_)
+    help_ = "tokens of the prompt, part of --context; all of it if left out"
+    add("--prompt", type=int, metavar="N", help=help_)
+    help_ = "tokens per draft; 5 if left out"
+    add("--draft-length", type=int, default=5, metavar="N", help=help_)
+    help_ = "memory of the device, such as 80GB or 16GiB: also print the most that fits"
+    add("--device", type=_size, metavar="SIZE", help=help_)
 
 
 def _add_speed(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--acceptance", type=_numbers, help="of a draft's tokens, in 0 … 1; A,B for two levels")
-    add("--draft-cost", type=_numbers, help="draft pass / target pass; C,D for two levels")
-    add("--row-cost", type=float, default=0.0, help="each draft's share of its verifying pass")
-    add("--longest", type=int, default=LONGEST, help="the longest draft that is considered")
-    add("--measure", action="store_true", help="measure these on this machine and this model")
+    help_ = "probability that a drafted token is accepted, 0 … 1; A,B for two levels"
+    add("--acceptance", type=_numbers, metavar="A", help=help_)
+    help_ = "time of a draft pass over that of a target pass; C,D for two levels"
+    add("--draft-cost", type=_numbers, metavar="C", help=help_)
+    help_ = "time that a drafted token adds to the verifying pass, in target passes; 0 if left out"
+    add("--row-cost", type=float, default=0.0, metavar="C", help=help_)
+    _add_longest(parser)
+    add("--measure", action="store_true", help="measure acceptance and costs on this machine")
+    help_ = "prompts to measure with: JSON lines, or one text per line"
+    add("--prompts", type=Path, metavar="FILE", help=help_)
+    help_ = "prompts of the file, the first ones; all if left out"
+    add("--limit", type=int, metavar="N", help=help_)
+    add("--rows", type=int, default=1, metavar="N", help="prompts at a time; 1 if left out")
+    help_ = "most tokens per prompt; 64 if left out"
+    add("--max-new-tokens", type=int, default=64, metavar="N", help=help_)
     add_model(parser)
     add_quantize(parser)
     add_drafter(parser)
-    add("--prompts", type=Path, help="prompts to measure with: JSON lines, or one text per line")
-    add("--limit", type=int, help="only the first prompts of the file")
-    add("--rows", type=int, default=1, help="prompts at a time")
-    add("--max-new-tokens", type=int, default=64)
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -86,10 +100,17 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add("text", type=Path, help="a file of calibration text")
     add_model(parser)
     add_quantize(parser)
-    add("--activation", choices=("a16", "a8", "a4"), default="a16", help="the draft's activations")
-    add("--sequences", type=int, default=4, help="sequences taken from the text")
-    add("--length", type=int, default=256, help="tokens in each")
-    add("--longest", type=int, default=LONGEST, help="the longest draft that is considered")
+    help_ = "activation precision of the draft; a16 if left out"
+    add("--draft-activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
+    help_ = "sequences taken from the text; 4 if left out"
+    add("--sequences", type=int, default=4, metavar="N", help=help_)
+    add("--length", type=int, default=256, metavar="N", help="tokens of each; 256 if left out")
+    _add_longest(parser)
+
+
+def _add_longest(parser: argparse.ArgumentParser) -> None:
+    help_ = f"most tokens per draft to consider; {LONGEST} if left out"
+    parser.add_argument("--longest", type=int, default=LONGEST, metavar="N", help=help_)
 
 
 def _memory(options: argparse.Namespace) -> None:
@@ -172,11 +193,11 @@ def _measured(options: argparse.Namespace) -> tuple[tuple[Level, ...], float]:
     if options.prompts is None:
         raise ValueError("--measure needs --prompts, a file of prompts")
     texts = read_prompts(options.prompts)[: options.limit]
-    params, original = load_target(options)
-    drafter = make_drafter(options, params, original)
+    target = chosen_target(options)
+    drafter = make_drafter(read_drafter(options), target)
     tokenizer = specjax.load_tokenizer(options.model)
     found = planning.measure(
-        params, drafter, [tokenizer.encode(text) for text in texts], rows=options.rows,
+        target.params, drafter, [tokenizer.encode(text) for text in texts], rows=options.rows,
         max_new_tokens=options.max_new_tokens,
     )  # fmt: skip
     schedule = found.adaptive()
@@ -215,19 +236,14 @@ def _best_by_length(
 def _layers(options: argparse.Namespace) -> None:
     check_picture(options.picture)
     text = options.text.read_text(encoding="utf-8")
-    params, _ = load_target(options)
+    params = chosen_target(options).params
     tokenizer = specjax.load_tokenizer(options.model)
     tokens = specjax.calibration_tokens(
         text, tokenizer, sequences=options.sequences, length=options.length
     )
-    with tqdm(unit="layer", leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("layer") as progress:
         found = planning.search_layers(
-            params, tokens, activation=options.activation, longest=options.longest,
+            params, tokens, activation=options.draft_activation, longest=options.longest,
             progress=progress,
         )  # fmt: skip
     rows = [dataclasses.asdict(each) for each in sorted(found, key=lambda each: len(each.layers))]

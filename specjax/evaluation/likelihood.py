@@ -1,8 +1,8 @@
 """The probability of given text: of a continuation after its context, and of a whole text.
 
 Texts of different lengths share a batch, which is read in chunks of one fixed size. So few shapes
-are compiled, and no more logits exist at a time than those of one chunk; a chunk that holds nothing
-but context computes none. What a text is worth does not depend on the texts it is read with.
+are compiled, and only the logits of one chunk exist at a time; a chunk of context alone computes
+none. A text's likelihood does not depend on the other texts of its batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from specjax.model.params import Params
 from specjax.model.transformer import forward
 
 Tokens = Sequence[int] | np.ndarray
+_Scored = tuple[tuple[jax.Array, jax.Array] | None, KVCache]
 
 _CHUNK = 64  # tokens per pass
 _SHORTEST = 128  # slots of the smallest cache; the others have a power of two times as many
@@ -42,7 +43,7 @@ def log_likelihoods(
     max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[float, bool]]:
-    """How probable continuations are after their contexts.
+    """Scores continuations after their contexts.
 
     Args:
       params: the model.
@@ -94,10 +95,10 @@ def rolling_log_likelihoods(
     max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
-    """How probable whole texts are; every token is predicted once.
+    """Scores whole texts; every token is predicted once.
 
-    A text is cut into windows of `max_length` predicted tokens; the model reads as many tokens
-    before a window as then fit: one, and more for the last window, which is shorter.
+    A text is cut into windows of `max_length` predicted tokens. Before a window the model reads as
+    many tokens as still fit: one, and more before the last window, which is shorter.
 
     Args:
       params: the model.
@@ -130,8 +131,10 @@ def rolling_log_likelihoods(
 
 
 class _Item(NamedTuple):
-    """A context with its continuation, cut to what is read. tokens: int32[n]; the last `scored` of
-    them are the continuation."""
+    """A context with its continuation, cut to the length that the model can read.
+
+    tokens: int32[n]; the last `scored` of them are the continuation.
+    """
 
     tokens: np.ndarray
     scored: int
@@ -168,14 +171,14 @@ def _read_batch(
 @partial(jax.jit, static_argnames=("activation", "wanted"), donate_argnames="cache")
 def _read_chunk(
     params: Params, tokens: jax.Array, cache: KVCache, activation: Activation, wanted: bool
-) -> tuple[tuple[jax.Array, jax.Array] | None, KVCache]:
-    """The next tokens of every row, and what comes after them: int32[B, T + 1].
+) -> _Scored:
+    """Reads the next tokens of every row, int32[B, T + 1]: all but the last one.
 
     Returns the scores of tokens[:, 1:], f32[B, T] and int32[B, T] as `score_logits` gives them, if
     they are wanted; and the cache with tokens[:, :-1] in it.
     """
 
-    def read(params: Params, tokens: jax.Array, cache: KVCache) -> Any:
+    def read(params: Params, tokens: jax.Array, cache: KVCache) -> _Scored:
         known = tokens[:, :-1]
         positions = cache.lengths[:, None] + jnp.arange(known.shape[1])
         logits, cache = forward(params, known, positions, cache, activation=activation)

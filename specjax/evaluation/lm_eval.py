@@ -3,7 +3,7 @@
     lm_eval.simple_evaluate(model=SpecjaxLM(params, tokenizer, rows=8), tasks=["piqa"])
 
 `specjax lm-eval` is the harness's command line with this model in it. Texts are generated with the
-drafter that is asked for; likelihoods are the target's own, as no drafter takes part in them.
+given drafter; likelihoods are the target's own, without a drafter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from tqdm import tqdm
 
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
+from specjax.evaluation.progress_bar import progress_bar
 from specjax.generation.batching import complete
 from specjax.generation.text import StopStrings, cut, output_text
 from specjax.model.params import Params
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 
 
-class SpecjaxLM(TemplateLM):
-    """Answers the harness's three kinds of requests, with chat templates where it asks for them.
+class SpecjaxLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
+    """Answers the harness's three kinds of requests, and applies chat templates on request.
 
     Args:
       params: the model.
       tokenizer: its tokenizer, as `specjax.load_tokenizer` gives it.
       drafter: how tokens are proposed where text is generated; default QSpec().
       rows: texts per pass.
-      max_length: most tokens of a text that are read; None: the model's number of positions. Of a
-        longer context the last tokens are kept.
+      max_length: most tokens of a text that are read; None: the model's number of positions. A
+        longer context loses its first tokens.
       cache_bits: bits per KV cache entry: 16, 8 or 4.
-      seed: of the sampling, where a task samples.
+      seed: seed of the random key, for tasks that sample.
     """
 
     def __init__(
@@ -64,22 +64,21 @@ class SpecjaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """The token that ends a text."""
         if not self._params.config.stop_tokens:
             raise ValueError("the model's configuration names neither a first nor a last token")
         return self._params.config.stop_tokens[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is predicted from: the one that begins texts, or else the
-        one that ends them."""
+        """The token before a text: the one that begins texts, or else the one that ends them."""
         first = self._params.config.bos_id
         return self.eot_token_id if first is None else first
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids. A text that begins with the name of the first token has it once."""
+        """Token ids. The token that begins texts comes once, also where the text spells it."""
         ids = self._tokenizer.encode(string, add_special_tokens is not False)
         twice = add_special_tokens is None and ids[:2] == [self._params.config.bos_id] * 2
         return ids[1:] if twice else ids
@@ -91,10 +90,10 @@ class SpecjaxLM(TemplateLM):
         **_: Any,
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        with _Bar("loglikelihood", disable_tqdm) as bar:
+        with progress_bar(name="loglikelihood", leave=True, disable=disable_tqdm) as show:
             scores = log_likelihoods(
                 self._params, pairs, rows=self._rows, cache_bits=self._cache_bits,
-                max_length=self._max_length, progress=bar.show,
+                max_length=self._max_length, progress=show,
             )  # fmt: skip
         for request, result in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], result)
@@ -105,34 +104,36 @@ class SpecjaxLM(TemplateLM):
     ) -> list[float]:
         """Log-probabilities of whole texts in nats, all tokens after `prefix_token_id`."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
-        with _Bar("loglikelihood_rolling", disable_tqdm) as bar:
+        with progress_bar(name="loglikelihood_rolling", leave=True, disable=disable_tqdm) as show:
             sums = rolling_log_likelihoods(
                 self._params, texts, prefix=self.prefix_token_id, rows=self._rows,
-                cache_bits=self._cache_bits, max_length=self._max_length, progress=bar.show,
+                cache_bits=self._cache_bits, max_length=self._max_length, progress=show,
             )  # fmt: skip
         for request, result in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations, each up to the first of its `until` strings. Those of one setting are
-        decoded together."""
+        """Continuations, each up to the first of its `until` strings.
+
+        Requests with the same generation arguments are decoded together.
+        """
         groups: dict[_Setting, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(_setting(request.args[1]), []).append(number)
         texts: dict[int, str] = {}
-        with _Bar("generate_until", disable_tqdm) as bar:
+        with progress_bar(name="generate_until", leave=True, disable=disable_tqdm) as show:
             for setting, numbers in groups.items():
                 contexts = [requests[number].args[0] for number in numbers]
                 for place, text in self._generate(contexts, setting):
                     number = numbers[place]
                     texts[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
-                    bar.show(len(texts), len(requests))
+                    show(len(texts), len(requests))
         return [texts[number] for number in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], setting: _Setting) -> Iterator[tuple[int, str]]:
-        """Each context's number and continuation, as they are finished."""
+        """Yields each context's number and continuation as soon as it is finished."""
         room = self._max_length - setting.max_new_tokens
         if room < 1:
             raise ValueError(
@@ -161,28 +162,28 @@ class SpecjaxLM(TemplateLM):
         return cut(output_text(self._tokenizer, prompt, new, stop_tokens), until)
 
     def _stop_tokens(self, until: Sequence[str]) -> tuple[int, ...]:
-        """The model's own, and special ones that are named: a text does not show them."""
+        """The model's own, and special tokens among the strings: texts do not show those."""
         named = (token for name, token in self._tokenizer.special_tokens().items() if name in until)
         return tuple(dict.fromkeys((*self._params.config.stop_tokens, *named)))
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells this tokenizer's requests from another's, where the harness keeps them."""
+        """The tokenizer's identity in the harness's cache of requests."""
         return repr(self._tokenizer)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template in Jinja, for the harness's records. Only the checkpoint's own one."""
+        """The checkpoint's template in Jinja, for the harness's records."""
         if isinstance(chat_template, str):
             raise ValueError(
-                f"apply_chat_template must be True or False, got {chat_template!r}: specjax knows "
-                "the checkpoint's own template alone"
+                f"apply_chat_template must be True or False, got {chat_template!r}: specjax "
+                "applies the checkpoint's own template only"
             )
         return self._tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the model was trained to read it."""
+        """A conversation in the checkpoint's template."""
         return self._tokenizer.chat(chat_history, answer=add_generation_prompt)
 
 
@@ -195,7 +196,7 @@ class _Setting(NamedTuple):
 
 
 def _setting(given: dict[str, Any]) -> _Setting:
-    """The harness's generation arguments, checked. Raises ValueError for one that is unknown."""
+    """Reads the harness's generation arguments. Raises ValueError for one that is unknown."""
     chosen = dict(normalize_gen_kwargs(given))
     if chosen.get("num_beams") == 1:
         del chosen["num_beams"]
@@ -211,14 +212,3 @@ def _setting(given: dict[str, Any]) -> _Setting:
         sampling = Sampling(**values)
     until = tuple(end for end in chosen["until"] if end)
     return _Setting(until, chosen["max_gen_toks"], sampling)
-
-
-class _Bar(tqdm):
-    """A progress bar that is told how much is done and how much there is."""
-
-    def __init__(self, name: str, disable: bool) -> None:
-        super().__init__(desc=name, disable=disable)
-
-    def show(self, done: int, total: int) -> None:
-        self.total = total
-        self.update(done - self.n)

@@ -77,7 +77,7 @@ def _isolate(libc: ctypes.CDLL, folder: str, megabytes: int) -> bool:
         return False  # another system, or one that allows no namespaces
     size = f"size={megabytes // 16}m".encode()
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
-    return (
+    return bool(
         libc.mount(b"none", b"/", None, MS_RECURSIVE | MS_PRIVATE, None) == 0
         and libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, 32) == 0
         and libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -14,7 +15,8 @@ import pytest
 import specjax
 from checkpoints_tools.loading import SHIPPED_PATH
 from specjax.cli import main
-from specjax.commands.lm_eval import read_options
+from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
+from specjax.commands.options import load_target
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -39,13 +41,13 @@ def test_generate_prints_text_and_what_it_took(capsys) -> None:
 def test_drafting_does_not_change_the_text(capsys) -> None:
     texts = [
         _generate(capsys, *options).rsplit("\n\n", 1)[0]
-        for options in ([], ["--drafter", "autoregressive"], ["--activation", "a4"])
+        for options in ([], ["--drafter", "autoregressive"], ["--draft-activation", "a4"])
     ]
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_trace_marks_every_token(capsys) -> None:
-    plain, traced = _generate(capsys), _generate(capsys, "--trace", "--activation", "a4")
+    plain, traced = _generate(capsys), _generate(capsys, "--trace", "--draft-activation", "a4")
     assert _kept(traced) == plain.rsplit("\n\n", 1)[0]
     assert "{+" in traced.rsplit("\n\n", 1)[0]
 
@@ -105,20 +107,56 @@ def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path
     texts = []
     for options in (
         "autoregressive",
-        "layer-skip --layers 0 --activation a8",
+        "layer-skip --layers 0 --draft-activation a8",
         "layer-skip --layers 0 --draft retrieval --draft-length 4 --datastore " + store,
         "spectra --datastore " + store,
     ):
         assert main([*command, *options.split()]) == 0
         texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0])
     assert len(set(texts)) == 1
-    for options, drafter in (
-        ({"drafter": "prompt-lookup", "draft_length": 3}, specjax.PromptLookup(3)),
-        ({"drafter": "ngram"}, specjax.NGram()),
-        ({"drafter": "lookahead"}, specjax.Lookahead()),
-        ({"drafter": "spectra"}, specjax.Spectra()),
-    ):
-        assert read_options(**options)["drafter"] == drafter
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter"),
+    [
+        ("--drafter autoregressive", specjax.Autoregressive()),
+        ("--draft-length 2 --draft-activation a4", specjax.QSpec(2, "a4")),
+        ("--draft-option schedule=heuristic", specjax.QSpec(schedule=specjax.Heuristic())),
+        (
+            "--draft-option schedule=adaptive:draft_cost=0.2,memory=32",
+            specjax.QSpec(schedule=specjax.Adaptive(draft_cost=0.2, memory=32.0)),
+        ),
+        ("--drafter prompt-lookup --draft-length 3", specjax.PromptLookup(3)),
+        ("--drafter ngram --draft-option ngram=4", specjax.NGram(ngram=4)),
+        ("--drafter lookahead --draft-option text=false", specjax.Lookahead(text=False)),
+        (
+            "--drafter spectra --draft-option window=2 --draft-option guesses=2",
+            specjax.Spectra(window=2, guesses=2),
+        ),
+        (
+            "--drafter layer-skip --layers 0,2 --draft ngram:ngram=2 --draft-length 4",
+            specjax.MultiLevel(specjax.LayerSkip((0, 2), 4), specjax.NGram(ngram=2)),
+        ),
+        (
+            "--drafter combined --draft-option first=spectra:window=2 --draft-option second=ngram",
+            specjax.Combined(specjax.Spectra(window=2), specjax.NGram()),
+        ),
+    ],
+)
+def test_every_field_of_a_drafter_can_be_set(options, drafter) -> None:
+    parser = argparse.ArgumentParser()
+    add_drafter(parser)
+    chosen = read_drafter(parser.parse_args(options.split()))
+    assert make_drafter(chosen, load_target("tiny", None, 128)) == drafter
+
+
+def test_one_line_per_command(capsys) -> None:
+    for command in ([], ["evaluate"], ["plan"], ["datastore"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        _, _, listed = capsys.readouterr().out.partition("\n\n")[2].rpartition(":\n")
+        lines = listed.split("\n\n")[0].splitlines()
+        assert lines and all(re.match(r"  [\w-]+ +\S", line) for line in lines if line)
 
 
 @pytest.mark.exhaustive
@@ -178,7 +216,27 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         (["generate", "x", "--drafter", "draft-model"], "needs --draft"),
         (["generate", "x", "--drafter", "draft-model", "--draft", "spectra"], "needs --draft"),
         (["generate", "x", "--drafter", "retrieval"], "retrieval needs --datastore"),
-        (["generate", "x", "--drafter", "ngram", "--datastore", "d"], "--datastore goes with"),
+        (
+            ["generate", "x", "--drafter", "ngram", "--datastore", "d"],
+            "ngram takes draft_length, ngram; got 'datastore'",
+        ),
+        (
+            ["generate", "x", "--drafter", "eagle"],
+            "drafter must be one of autoregressive, qspec",
+        ),
+        (
+            ["generate", "x", "--drafter", "ngram", "--draft-option", "window=2"],
+            "ngram takes draft_length, ngram; got 'window'",
+        ),
+        (
+            ["generate", "x", "--drafter", "spectra", "--draft-option", "window=two"],
+            "window of spectra must be an integer, got 'two'",
+        ),
+        (
+            ["generate", "x", "--draft-length", "2", "--draft-option", "draft-length=3"],
+            "draft_length is given twice",
+        ),
+        (["generate", "x", "--draft-lm-head"], "--draft-lm-head goes with --draft"),
         (
             [
                 "generate",
@@ -192,7 +250,7 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
                 "--confidence",
                 "0.5",
             ],
-            "--confidence goes with a model as last drafter, got NGram",
+            "ngram takes draft_length, ngram; got 'confidence'",
         ),
         (["generate", "x", "--drafter", "layer-skip"], "needs --layers"),
         (["generate", "x", "--drafter", "layer-skip", "--layers", "0,99"], "layers must be in 0 …"),
@@ -267,7 +325,7 @@ def test_a_bad_number_says_what_is_accepted(arguments, message, capsys) -> None:
 
 
 def test_trace_keeps_the_spaces_of_sentencepiece(llama, capsys) -> None:
-    command = ["generate", "w72 w33 w44", "--max-new-tokens", "40", "--activation", "a4"]
+    command = ["generate", "w72 w33 w44", "--max-new-tokens", "40", "--draft-activation", "a4"]
     assert main(command) == 0
     plain = capsys.readouterr().out.rsplit("\n\n", 1)[0]
     assert re.fullmatch(r"w72 w33 w44( w\d+){40}", plain)

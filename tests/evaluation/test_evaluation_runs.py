@@ -283,7 +283,7 @@ def test_the_table(folder) -> None:
 
 def _command(folder: Path, out: Path) -> list[str]:
     return [
-        "evaluate", "gsm8k", "piqa", "--model", "tiny", "--data", str(folder), "--batch", "2",
+        "evaluate", "gsm8k", "piqa", "--model", "tiny", "--data", str(folder), "--rows", "2",
         "--shots", "1", "--max-new-tokens", "8", "--out", str(out),
     ]  # fmt: skip
 

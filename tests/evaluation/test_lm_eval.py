@@ -243,7 +243,7 @@ def test_unknown_generation_arguments(harness: Any) -> None:
 
 # The context of a request is what the template makes of it; without one nothing is decoded.
 def test_chat_templates(harness: Any, tasks: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no chat template belongs to the tokenizer"):
+    with pytest.raises(ValueError, match="has no chat template"):
         _conversations(harness, tasks, _Model().model)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / file, tmp_path)
@@ -277,16 +277,20 @@ def test_options() -> None:
     assert (made["rows"], made["cache_bits"], made["seed"]) == (8, 8, 3)
     assert read_options(batch_size="2")["drafter"] == specjax.QSpec(3, "a8")
     assert read_options(batch_size="2")["rows"] == 2
+    spectra = read_options(drafter="spectra", window=2, guesses=2, text="false")["drafter"]
+    assert spectra == specjax.Spectra(window=2, guesses=2, text=False)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_lenght": 3}, "--model_args: unrecognized arguments: --draft-lenght=3"),
-        ({"model": "tiny-16bit"}, "--model_args: unrecognized arguments: --model=tiny-16bit"),
-        ({"drafter": "eagle"}, "--model_args: argument --drafter: invalid choice: 'eagle'"),
+        ({"draft_lenght": 3}, "qspec takes draft_length, .*; got 'draft_lenght'"),
+        ({"model": "tiny-16bit"}, "qspec takes draft_length, .*; got 'model'"),
+        ({"drafter": "eagle"}, "drafter must be one of autoregressive, .* got 'eagle'"),
+        ({"group_size": 7}, "group_size must be 32, 64, 128 or none, got '7'"),
+        ({"cache_bits": 5}, "cache_bits must be"),
         ({"drafter": "layer-skip"}, "needs --layers"),
-        ({"layers": [0, 1]}, "--layers goes with --drafter layer-skip, got qspec"),
+        ({"layers": [0, 1]}, "qspec takes draft_length, .*; got 'layers'"),
         ({"pretrained": "tiny-16bit"}, "the qspec drafter needs 4-bit ones"),
     ],
 )

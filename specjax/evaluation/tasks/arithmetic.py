@@ -46,7 +46,6 @@ def _judge(question: Question, answer: str) -> Verdict:
 
 GSM8K = WrittenTask(
     name="gsm8k", title="GSM8K: word problems of arithmetic", file="prompts/gsm8k_test.jsonl",
-    read=_question, judge=_judge,
-    metric="exact match", max_new_tokens=256, stops=("\n\n", "\nQuestion:"), shots=8,
-    examples=_examples,
+    read=_question, judge=_judge, metric="exact match", max_new_tokens=256,
+    stops=("\n\n", "\nQuestion:"), shots=8, examples=_examples,
 )  # fmt: skip
