@@ -4,11 +4,10 @@ A checkpoint is a directory:
 
     config.json         format version, `ModelConfig`, and what each quantized weight is
     weights/            the arrays, written by Orbax under the names of `specjax.model.weight_names`
-    tokenizer.json, …   copied from where the model came from
+    tokenizer.json, …   copied from the model's source
 
-It is written beside its place and moved there when whole (`specjax.files.atomic_directory`), and
-read
-straight into the shards of a mesh.
+A checkpoint is written beside its place and moved there when it is whole
+(`specjax.files.atomic_directory`). It is read straight into the shards of a mesh.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ FORMATS = {
     "int8": Int8Weight,
     "outliers": Outliers,
 }
-_CHUNK_BYTES = 2**22  # an array is stored in pieces of this size; a reader takes whole pieces
+_CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
-IN_MEMORY = ("out_features",)  # fields of a weight that is interleaved, which none is on disk
+IN_MEMORY = ("out_features",)  # fields of interleaved weights; on disk, no weight is interleaved
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -82,15 +81,14 @@ def save(
       tokenizer_dir: a directory whose tokenizer files are copied along.
 
     Raises:
-      ValueError: something else than a checkpoint is at `path`, or other processes hold parts of
-        params.
-      OSError: it cannot be written; `path` is as it was.
+      ValueError: `path` exists and is not a checkpoint, or other processes hold parts of params.
+      OSError: `path` cannot be written; it is as it was before.
     """
     target = Path(path)
     check_target(target)
     if params.mesh is not None and params.mesh.is_multi_process:
         raise ValueError(
-            "params are divided over several processes; save them where they are whole"
+            "params are divided over several processes; save a model that one process holds whole"
         )
     with one_sentence_if_full(target), replacing(target) as directory:
         check_room(directory, target, params.nbytes)
@@ -100,7 +98,7 @@ def save(
             checkpointer.save(
                 directory / "weights", args=ocp.args.StandardSave(arrays, save_args=pieces)
             )
-        # It names the temporary directory, a path of the machine that nobody else should see.
+        # This file names the temporary directory, a private path of the machine.
         (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
         if tokenizer_dir is not None:
             copy_tokenizer(Path(tokenizer_dir), directory)
@@ -115,20 +113,20 @@ def save(
 def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
     """Reads a checkpoint that `save` wrote: the same bits, dtypes and formats.
 
-    The arrays come to the default device, or to those of a mesh, wherever they were when they were
-    written.
+    The arrays go to the default device or to the devices of a mesh, wherever they were when they
+    were written.
 
     Args:
       path: the checkpoint's directory.
-      mesh: devices to divide the model over. Every process reads the parts of its own.
+      mesh: devices to divide the model over. Every process reads the parts of its own devices.
 
     Returns:
       The model.
 
     Raises:
       FileNotFoundError: nothing is at `path`.
-      ValueError: it is no checkpoint, is damaged, or was written by a newer version of specjax; or
-        the mesh does not divide the model.
+      ValueError: `path` is not a checkpoint, is damaged, or was written by a newer version of
+        specjax; or the mesh does not divide the model.
     """
     directory = Path(path).resolve()
     recover(directory)
@@ -151,7 +149,7 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint of this library is at `path`, of whatever version."""
+    """Whether `path` is a checkpoint of this library, in any version."""
     try:
         return VERSION_FIELD in json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError, TypeError):
@@ -159,12 +157,12 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if something is at `path` that a checkpoint must not replace."""
+    """Raises ValueError if `path` holds anything that a checkpoint must not replace."""
     target = Path(path)
     empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty and not is_checkpoint(target):
         raise ValueError(
-            f"{target} exists and is no specjax checkpoint; give a path where nothing is, "
+            f"{target} exists and is not a specjax checkpoint; give a new path "
             "or a checkpoint to replace"
         )
 
@@ -174,7 +172,7 @@ def read_description(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise FileNotFoundError(f"no such directory: {path}")
     if not is_checkpoint(path):
-        raise ValueError(f"{path} is no specjax checkpoint: its config.json does not say so")
+        raise ValueError(f"{path} is not a specjax checkpoint: its config.json does not say so")
     description: dict[str, Any] = json.loads((path / "config.json").read_text())
     version = description[VERSION_FIELD]
     if not isinstance(version, int):
@@ -194,7 +192,7 @@ def _checkpointer() -> ocp.Checkpointer:
 def take_apart(
     weights: Mapping[str, Weight],
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
-    """All arrays by name, row by row, and the static fields of every weight that is no array."""
+    """All arrays by name, row by row, and the static fields of every quantized weight."""
     arrays: dict[str, jax.Array] = {}
     formats = {}
     for name, weight in weights.items():
@@ -206,7 +204,7 @@ def take_apart(
 
 
 def _part(name: str, weight: Any, arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """Puts the arrays of a weight, or of a part of one, among `arrays`; returns the rest."""
+    """Adds the arrays of a weight, or of a part of one, to `arrays`; returns the static fields."""
     kind = next(key for key, cls in FORMATS.items() if isinstance(weight, cls))
     static = {field: getattr(weight, field) for field in _fields(type(weight), static=True)}
     description = {"format": kind} | static
@@ -226,7 +224,7 @@ def put_together(
     if description is None:
         return arrays[name]
     format_class = FORMATS[description["format"]]
-    # A static field that an older version did not know has its default.
+    # A static field that is missing was unknown to an older version: it takes its default.
     static = _fields(format_class, static=True)
     values = {field: description[field] for field in static if field in description}
     for field in _fields(format_class, static=False):
@@ -246,7 +244,7 @@ def _fields(format_class: type[Any], *, static: bool) -> list[str]:
 
 
 def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
-    """Every array under `path`, on the default device or a mesh, not where its writer had it."""
+    """Every array under `path`, on the default device or a mesh, not on the writer's devices."""
     here = jnp.zeros(()).sharding
 
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
@@ -269,7 +267,7 @@ def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies the files of a tokenizer that are in the directory `source`."""
+    """Copies the tokenizer files in the directory `source`."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -278,7 +276,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def check_room(directory: Path, target: Path, nbytes: int) -> None:
     """Raises OSError if `directory` has no room for the bytes of `target`.
 
-    One asks before writing, because Orbax's threads report a full disk on pages of stderr.
+    The check comes before writing, because Orbax's threads report a full disk with pages of stderr.
     """
     free = shutil.disk_usage(directory).free
     if free < nbytes:
@@ -288,7 +286,7 @@ def check_room(directory: Path, target: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def one_sentence_if_full(target: Path) -> Iterator[None]:
-    """Turns every way in which a full disk is reported into one OSError with ENOSPC."""
+    """Turns every report of a full disk into one OSError with ENOSPC."""
     try:
         yield
     except Exception as error:
@@ -298,6 +296,6 @@ def one_sentence_if_full(target: Path) -> Iterator[None]:
 
 
 def _disk_full(target: Path, details: str = "") -> OSError:
-    error = OSError(f"the disk is full: {target} was not written, it is as it was before{details}")
-    error.errno = errno.ENOSPC  # set here, as the constructor would put it into the sentence
+    error = OSError(f"the disk is full: {target} was not written and is as it was before{details}")
+    error.errno = errno.ENOSPC  # set here: the constructor would put it into the message
     return error

@@ -1,12 +1,12 @@
 """From a model to a Hugging Face directory that other projects read.
 
-Quantized layers are written as the package compressed-tensors stores them (`pack-quantized`, and
-`mxfp4-pack-quantized` for MXFP4), which transformers and vLLM load; the rest as plain safetensors.
-Integers, zeros and scales are written as they are, so that reading the directory again gives the
-same bits.
+Quantized layers are written in the format of the package compressed-tensors (`pack-quantized`, and
+`mxfp4-pack-quantized` for MXFP4), which transformers and vLLM load. All other weights are written
+as plain safetensors. Integers, zeros and scales are written unchanged, so reading the directory
+again gives the same bits.
 
-Left out, because compressed-tensors has no place for it: outlier columns, columns in another order,
-a last group that is shorter than the others, and rotated models.
+compressed-tensors cannot represent outlier columns, columns in another order, a last group that is
+shorter than the others, or rotated models. Such models are refused.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def export(
       params: a model, quantized or not.
       path: the directory to make.
       tokenizer_dir: a directory whose tokenizer files are copied along.
-      shard_bytes: weights per file, at most, where a single one is not larger.
+      shard_bytes: the most bytes of weights per file; a larger weight has a file of its own.
 
     Raises:
-      ValueError: something is at `path`, compressed-tensors cannot hold a weight, or no config.json
-        describes the model.
-      OSError: it cannot be written; nothing is at `path`.
+      ValueError: `path` exists, compressed-tensors cannot represent a weight, or config.json
+        cannot describe the model.
+      OSError: `path` cannot be written; nothing is left there.
     """
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"{target} exists; give a path where nothing is")
+        raise ValueError(f"{target} exists; give a new path")
     weights = named_weights(params)
     for name, weight in weights.items():
         _check(name, weight)
@@ -83,7 +83,7 @@ def export(
 
 
 def _check(name: str, weight: Weight) -> None:
-    """Raises ValueError if compressed-tensors has no place for a weight."""
+    """Raises ValueError if compressed-tensors cannot represent a weight."""
     if not isinstance(weight, Quantized):
         return
     if isinstance(weight, Int4Weight) and weight.outliers is not None:
@@ -91,14 +91,16 @@ def _check(name: str, weight: Weight) -> None:
     elif not isinstance(weight, Mxfp4Weight) and weight.order is not None:
         reason = "has its columns in another order than the inputs"
     elif weight.in_features % (weight.group_size or 1):
-        reason = f"has {weight.in_features} inputs, no multiple of its groups' {weight.group_size}"
+        reason = (
+            f"has {weight.in_features} inputs, not a multiple of group_size {weight.group_size}"
+        )
     else:
         return
-    raise ValueError(f"compressed-tensors cannot hold the weight {name}: it {reason}")
+    raise ValueError(f"compressed-tensors cannot represent the weight {name}: it {reason}")
 
 
 class _Scheme(NamedTuple):
-    """How a layer is quantized, as far as config.json says it."""
+    """How a layer is quantized, as config.json describes it."""
 
     format: str
     bits: int
@@ -106,7 +108,7 @@ class _Scheme(NamedTuple):
     symmetric: bool
 
     def of(self, targets: list[str]) -> dict[str, Any]:
-        """A group of layers in compressed-tensors' words."""
+        """A group of layers as an entry of compressed-tensors' `config_groups`."""
         return {
             "targets": targets,
             "format": self.format,
@@ -129,7 +131,7 @@ def _scheme(weight: Quantized) -> _Scheme:
 
 
 def _quantization_config(weights: Mapping[str, Weight]) -> dict[str, Any] | None:
-    """What config.json says of the quantized layers; None where no layer is."""
+    """The quantization_config of config.json; None if no layer is quantized."""
     modules: dict[_Scheme, list[str]] = {}
     ignored = []
     for module, weight in _linears(weights):
@@ -153,7 +155,7 @@ def _quantization_config(weights: Mapping[str, Weight]) -> dict[str, Any] | None
 
 
 def _linears(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight | None]]:
-    """Every linear layer by its module's name; None is a head that is the embedding."""
+    """Every linear layer by its module's name; None stands for a tied head."""
     for name, weight in weights.items():
         if is_block_matrix(name):
             yield their_name(name).removesuffix(".weight"), weight
@@ -161,7 +163,7 @@ def _linears(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight | None
 
 
 def _write_weights(weights: Mapping[str, Weight], directory: Path, shard_bytes: int) -> None:
-    """One file, or several and their index."""
+    """Writes one file, or several and their index."""
     shards = _shards(weights, shard_bytes)
     weight_map: dict[str, str] = {}
     for index, names in enumerate(shards, 1):
@@ -182,7 +184,7 @@ def _write_weights(weights: Mapping[str, Weight], directory: Path, shard_bytes: 
 
 
 def _shards(weights: Mapping[str, Weight], shard_bytes: int) -> list[list[str]]:
-    """The names of the weights of every file."""
+    """The names of the weights in each file."""
     shards: list[list[str]] = []
     room = 0
     for name, weight in weights.items():
@@ -195,7 +197,7 @@ def _shards(weights: Mapping[str, Weight], shard_bytes: int) -> list[list[str]]:
 
 
 def _tensors(name: str, weight: Weight) -> dict[str, np.ndarray]:
-    """The tensors of a weight by their names in the file."""
+    """The tensors of a weight, by their names in the file."""
     if not isinstance(weight, Quantized):
         return {name: np.asarray(plain_values(weight))}
     weight = by_rows(weight)

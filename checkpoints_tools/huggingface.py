@@ -1,8 +1,8 @@
 """The weights of a Hugging Face directory, one at a time.
 
-`open_checkpoint` reads configuration and headers only and reports everything that does not fit
-together; `Checkpoint.weights` then reads one weight after the other, so that a model need not fit
-into memory. Layers that are quantized already come as they are (`prequantized`).
+`open_checkpoint` reads only the configuration and the headers, and checks them against each other.
+`Checkpoint.weights` then reads one weight after another, so a model need not fit into memory.
+Layers that are quantized already keep their format (`prequantized`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
 __all__ = ["Checkpoint", "open_checkpoint", "read_config", "their_name"]
 
-HARMLESS = ".rotary_emb.inv_freq"  # a table that old versions saved; it is computed
+HARMLESS = ".rotary_emb.inv_freq"  # a table that old versions saved; it can be computed
 OUTER_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -64,7 +64,7 @@ class PackedTensors:
         return sum(tensor.nbytes for tensor in self.parts.values())
 
     def weight(self) -> Quantized:
-        """The weight that they stand for.
+        """The weight that the tensors represent.
 
         Raises ValueError on scales that are not finite and on contradictions.
         """
@@ -88,35 +88,35 @@ class Checkpoint:
     tensors: Mapping[str, Tensor | PackedTensors]
 
     def weights(self) -> Iterator[tuple[str, jax.Array | Quantized]]:
-        """Name and weight of every tensor: an array in the file's dtype, or a quantized one.
+        """Name and weight of every tensor: an array in the file's dtype, or a quantized weight.
 
         Raises ValueError on values that are not finite, and on quantized weights that contradict
-        what is said of them.
+        the configuration.
         """
         for name, tensor in self.tensors.items():
             yield name, tensor.weight()
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads configuration and headers of a directory and checks them against each other.
+    """Reads the configuration and headers of a directory and checks them against each other.
 
     Args:
       path: a directory with config.json and model.safetensors, or shards and their index.
 
     Returns:
-      The checkpoint, of which no weight has been read yet.
+      The checkpoint. No weight has been read yet.
 
     Raises:
       FileNotFoundError: the directory, config.json or a shard is missing.
-      ValueError: an unsupported model or quantization, a damaged file, or a tensor that is missing,
-        has another shape than the configuration says or is not known.
+      ValueError: the model or its quantization is not supported, a file is damaged, or a tensor is
+        missing, unknown, or of another shape than the configuration says.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise FileNotFoundError(f"no such directory: {directory}")
     if not (directory / "config.json").exists() and not any(directory.glob("*.safetensors")):
         raise ValueError(
-            f"{directory} is no checkpoint: it has neither config.json nor *.safetensors"
+            f"{directory} is not a checkpoint: it has neither config.json nor *.safetensors"
         )
     config, layout_of = read_config(directory), read_quantization(directory)
     found = read_headers(directory)
@@ -145,10 +145,12 @@ def their_name(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Expected:
-    """A weight and what its tensors must be.
+    """A weight and the tensors that it must have.
 
-    module: Hugging Face's name of what has the weight. shape: of the weight.
-    layout: how it is quantized, None if it is not. parts: by Hugging Face's names.
+    module: Hugging Face's name of the module that has the weight.
+    shape: the weight's.
+    layout: how it is quantized, None if it is not.
+    parts: by Hugging Face's names.
     """
 
     module: str
@@ -170,7 +172,7 @@ def _expect(
 
 
 def _layout(name: str, layout_of: LayoutOf | None, found: Mapping[str, Tensor]) -> Layout | None:
-    """How a linear layer is quantized, None if it is not: its tensors tell."""
+    """How a linear layer is quantized, judged by its tensors; None if it is not."""
     if layout_of is None or not (is_block_matrix(name) or name == HEAD):
         return None
     module = their_name(name).removesuffix(".weight")
@@ -186,7 +188,7 @@ def _check_quantization(
     found: Mapping[str, Tensor],
     directory: Path,
 ) -> None:
-    """quantization_config and the tensors must agree on what is quantized."""
+    """Raises ValueError unless quantization_config and the tensors agree on what is quantized."""
     plain = [w for w in expected if w.layout is None and f"{w.module}.weight" in w.parts]
     packed = [f"{weight.module}.{part}" for weight in plain for part in MAIN_PARTS]
     for name in packed:
@@ -211,7 +213,7 @@ def _check_names(
     if missing:
         raise ValueError(f"{directory} lacks {_listed(missing)}")
     known |= {HEAD} if config.tie_word_embeddings else set()
-    # AutoGPTQ gave every layer a bias, of zeros where the model has none.
+    # AutoGPTQ gave every layer a bias, which is zero where the model has none.
     biases = {f"{weight.module}.bias" for weight in expected if weight.layout is not None}
     extra = sorted(
         name
@@ -247,7 +249,7 @@ def _check_tensors(weight: _Expected, found: Mapping[str, Tensor]) -> None:
 
 
 def _check_tied(found: Mapping[str, Tensor], directory: Path) -> None:
-    """A tied model may repeat its embedding as lm_head.weight, but not have another head."""
+    """Raises ValueError if a tied model has a head that differs from its embedding."""
     if not equal(found[OUTER_NAMES["embedding"]], found[HEAD]):
         raise ValueError(
             f"config.json of {directory} says tie_word_embeddings, but {HEAD} differs from "

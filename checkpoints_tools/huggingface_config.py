@@ -3,7 +3,7 @@
 The four families differ in few fields, and each field has been written in more than one style: the
 old one (`rope_theta` and `rope_scaling`, `torch_dtype`) and that of transformers 5
 (`rope_parameters`, `dtype`, `layer_types`). Absent fields mean what they mean to transformers.
-What the library cannot compute is refused here, before any weight is read.
+A model that the library cannot compute is refused here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
-ROPE_FIELDS = {  # of each kind of scaling
+ROPE_FIELDS = {  # the fields of each kind of scaling
     "linear": ("factor",),
     "llama3": (
         "factor",
@@ -46,7 +46,7 @@ ROPE_FIELDS = {  # of each kind of scaling
         "truncate",
     ),
 }
-SAME_NAMES = (  # the fields that config.json and ModelConfig call alike
+SAME_NAMES = (  # fields of the same name in config.json and ModelConfig
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -63,8 +63,9 @@ Fields = Mapping[str, Any]
 def read_config(path: Path) -> ModelConfig:
     """Reads config.json and, for the tokens that end a text, generation_config.json.
 
-    A model in float16 is given dtype bfloat16, which has its size and runs everywhere but keeps 8
-    of its 11 significant bits; ask for float32 where that matters. Without a dtype it is float32.
+    A model in float16 gets dtype bfloat16, which has the same size and runs everywhere, but keeps 8
+    of its 11 significant bits. Ask for float32 where that matters. A model without a dtype is
+    float32.
 
     Args:
       path: the model's directory.
@@ -74,7 +75,7 @@ def read_config(path: Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: there is no config.json.
-      ValueError: it is no JSON, lacks a field, or asks for something that is not supported.
+      ValueError: the file is not JSON, lacks a field, or asks for something unsupported.
     """
     fields = _read_fields(path)
     generation = path / "generation_config.json"
@@ -83,7 +84,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_quantization(path: Path) -> LayoutOf | None:
-    """How the layers are stored that are quantized already, by config.json's quantization_config.
+    """How the quantized layers are stored, by config.json's quantization_config.
 
     Args:
       path: the model's directory.
@@ -93,7 +94,7 @@ def read_quantization(path: Path) -> LayoutOf | None:
 
     Raises:
       FileNotFoundError: there is no config.json.
-      ValueError: it is no JSON, lacks a field, or asks for something that is not supported.
+      ValueError: the file is not JSON, lacks a field, or asks for something unsupported.
     """
     fields = _read_fields(path)
     # compression_config is what compressed-tensors wrote at first.
@@ -107,9 +108,9 @@ def read_quantization(path: Path) -> LayoutOf | None:
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """The config.json that `read_config` reads as `config`, without a quantization_config.
 
-    Its style is the one that old and new versions of transformers read.
+    Both old and new versions of transformers read its style.
 
-    Raises ValueError on a model that no config.json of its family describes.
+    Raises ValueError if config.json cannot describe such a model of its family.
     """
     family, scaling = config.model_type, config.rope_scaling
     fields = {
@@ -170,7 +171,7 @@ def _sliding_fields(config: ModelConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Puts the file's name before what is wrong with its fields."""
+    """Puts the file's name before messages about its fields."""
     try:
         yield
     except ValueError as error:
@@ -192,7 +193,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is no valid JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(fields).__name__}")
     return fields
@@ -254,7 +255,7 @@ def _family(fields: Fields) -> str:
         return FAMILIES[names[0]]
     family = fields.get("model_type")
     if family not in FAMILIES.values():
-        raise ValueError(f"architectures is missing and model_type does not tell; {supported}")
+        raise ValueError(f"architectures is missing and model_type is {family!r}; {supported}")
     return str(family)
 
 
@@ -271,7 +272,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """The base of the rotary frequencies and how they are stretched."""
+    """The base of the rotary frequencies, and their scaling if there is any."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError("rope_parameters per layer type are not supported; accepted: one for all")
@@ -317,7 +318,7 @@ def _rope_scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float | None:
-    """As given, or from DeepSeek's two fields, or None for the paper's 0.1 · ln(factor) + 1."""
+    """The given factor, or DeepSeek's from two fields, or None for the paper's 0.1·ln(factor)+1."""
     given: float | None = rope.get("attention_factor")
     scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if given is not None or not (scale and scale_all):
@@ -327,7 +328,7 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float | None:
 
 
 def _sliding(fields: Fields, family: str) -> tuple[int | None, tuple[int, ...] | None]:
-    """The window and the layers that have it (None for all), as `ModelConfig` names them."""
+    """`sliding_window` and `sliding_layers` of `ModelConfig`."""
     has_window = family == "mistral" or (
         family in ("qwen2", "qwen3") and bool(fields.get("use_sliding_window", False))
     )
@@ -365,7 +366,7 @@ def _layer_types(fields: Fields, family: str, window: int | None) -> list[str]:
 
 
 def _tokens(fields: Fields, generation: Fields) -> dict[str, Any]:
-    """The tokens that end, pad and begin a text; generation_config.json has the last word."""
+    """The tokens that end, pad and begin a text. generation_config.json takes precedence."""
 
     def ids(name: str) -> tuple[int, ...]:
         value = generation.get(name, fields.get(name))
@@ -376,7 +377,7 @@ def _tokens(fields: Fields, generation: Fields) -> dict[str, Any]:
         return tuple(value) if isinstance(value, list) else (value,)
 
     stop = ids("eos_token_id")
-    # Some checkpoints pad with -1 or with a token that was never in the vocabulary.
+    # Some checkpoints pad with -1 or with a token outside the vocabulary.
     padding = [token for token in ids("pad_token_id") if 0 <= token < fields["vocab_size"]]
     return {
         "stop_tokens": stop,

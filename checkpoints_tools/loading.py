@@ -1,8 +1,8 @@
-"""`load` and `load_tokenizer`: one door to every place a model can come from.
+"""`load` and `load_tokenizer` read models from any source.
 
 A source is the name of a model that ships with the library, a directory made by `convert`, or a
-Hugging Face directory, which is read as it is; its layers may be quantized already
-(`checkpoints_tools.prequantized`). A name goes before a directory of the same name.
+Hugging Face directory, whose layers may be quantized already (`checkpoints_tools.prequantized`). A
+name takes precedence over a directory of the same name.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def load(
 
     Args:
       source: "tiny" (4-bit), "tiny-16bit" or "tiny-draft" (a smaller model to draft for it), a
-        directory made by `convert`, or a Hugging Face one.
+        directory made by `convert`, or a Hugging Face directory.
       dtype: of a Hugging Face model's weights and activations, "bfloat16" or "float32"; None for
-        what its config.json says (bfloat16 for a model in float16). Other sources fix it, and
-        quantized weights stay as they are.
-      mesh: devices to divide the model over (`specjax.parallel`); None: the default device. Of a
-        directory made by `convert`, every process reads the parts of its own devices alone; a
-        Hugging Face one is read whole first.
+        the dtype in its config.json (bfloat16 for a model in float16). Other sources have a fixed
+        dtype. Quantized weights stay as they are.
+      mesh: devices to divide the model over (`specjax.parallel`), or None for the default device.
+        From a directory made by `convert`, every process reads only the parts of its own devices;
+        a Hugging Face directory is read whole first.
 
     Returns:
       The model, prepacked for this machine (`specjax.prepack`).
 
     Raises:
       FileNotFoundError: the source or a part of it is missing.
-      ValueError: it is no model that can be read, or `dtype` or `mesh` does not suit it.
+      ValueError: the source cannot be read, or `dtype` or `mesh` does not suit the model.
     """
     return prepack(read(source, dtype=dtype, mesh=mesh))
 
@@ -57,7 +57,7 @@ def load(
 def read(
     source: str | os.PathLike[str], *, dtype: str | None = None, mesh: Mesh | None = None
 ) -> Params:
-    """`load`, but the weights are as they are stored: for what only passes them on."""
+    """`load` without prepacking: the weights are as they are stored."""
     path = locate(source)
     if not checkpoint.is_checkpoint(path):
         original = open_checkpoint(path)

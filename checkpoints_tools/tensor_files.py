@@ -1,6 +1,6 @@
 """The safetensors files of a Hugging Face directory: headers first, values one tensor at a time.
 
-Left out on purpose: pickled weights (`pytorch_model.bin`).
+Pickled weights (`pytorch_model.bin`) are left out on purpose.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """The size of its values in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def read(self) -> np.ndarray:
-        """Its values. Raises ValueError where they are not finite."""
-        # The file is opened for each tensor anew, because what has been read of a mapped file
-        # counts as this process's memory until it is closed.
+        """Its values. Raises ValueError if they are not finite."""
+        # The file is opened anew for each tensor: the part of a mapped file that has been read
+        # counts as this process's memory until the file is closed.
         with _open(self.file) as shard:
             array: np.ndarray = shard.get_tensor(self.name)
         if self.dtype in FLOATS and not _all_finite(array):
@@ -45,15 +45,15 @@ class Tensor:
         return array
 
     def weight(self) -> jax.Array:
-        """Its values. Raises as `read`."""
+        """Its values as a JAX array. Raises as `read`."""
         return jnp.asarray(self.read())
 
 
 def read_headers(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of model.safetensors, or of the shards that an index names, by its name.
+    """The tensors of model.safetensors, or of the shards that an index names, by name.
 
     Raises:
-      FileNotFoundError: there is neither, or a shard is missing.
+      FileNotFoundError: both files or a shard are missing.
       ValueError: a file is damaged.
     """
     found: dict[str, Tensor] = {}
@@ -83,12 +83,12 @@ def _shard_files(directory: Path) -> list[Path]:
     if not index.exists():
         raise FileNotFoundError(
             f"{directory} has neither {single.name} nor {index.name}; "
-            "of Hugging Face's formats only safetensors is read"
+            "safetensors is the only Hugging Face format that specjax reads"
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no valid index of shards: {error}") from error
+        raise ValueError(f"{index} is not a valid index of shards: {error}") from error
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{index} names the shard {name}, which does not exist")

@@ -1,7 +1,7 @@
-"""A checkpoint's tokenizer, reduced to what decoding text needs.
+"""A checkpoint's tokenizer, with only the methods that this library needs.
 
 A `tokenizer.json` is read by the `tokenizers` library, which is quick to import. Older checkpoints
-have only a SentencePiece `tokenizer.model`; transformers rebuilds the former from it.
+have only a SentencePiece `tokenizer.model`, which transformers converts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Tokenizer:
     """Text to token ids and back.
 
     `encode` adds the special tokens that the checkpoint's own tokenizer adds (Llama's first token,
-    for example); `decode` leaves special tokens out. Two of the same contents are equal, so that
-    what was compiled for one serves the other.
+    for example). `decode` leaves special tokens out. Tokenizers with the same contents are equal,
+    so a program compiled for one serves the other.
 
     Args:
-      backend: what encodes and decodes.
+      backend: the tokenizer of the `tokenizers` library that does the work.
       path: the checkpoint's directory, which may hold a chat template.
     """
 
@@ -39,28 +39,30 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, added ones included; a model's own `vocab_size` may be larger."""
+        """The number of tokens, with added ones; a model's own `vocab_size` may be larger."""
         return self._backend.get_vocab_size()
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; without the special tokens around it if so asked."""
+        """The ids of `text`, with or without the special tokens around it."""
         return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray | jax.Array) -> str:
-        """The text of `ids`, a list or an integer array of one dimension."""
+        """The text of `ids`, a list or a one-dimensional integer array."""
         return self._backend.decode(np.asarray(ids, np.int64).tolist())
 
     def chat(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
-        """A conversation as the model was trained to read it, special tokens by their names; to be
-        encoded with `special_tokens=False`.
+        """A conversation in the format that the model was trained on.
 
         Args:
-          messages: "role" ("system", "user" or "assistant") and "content" of each.
-          answer: the text ends where the model's answer begins; else within the last message,
-            which the model goes on with.
+          messages: mappings with "role" ("system", "user" or "assistant") and "content".
+          answer: end the text where the model's answer begins. If False, the text ends within the
+            last message, and the model continues that message.
+
+        Returns:
+          The text, with special tokens written by name. Encode it with `special_tokens=False`.
 
         Raises:
-          ValueError: the checkpoint has no chat template, or one that refuses these messages.
+          ValueError: the checkpoint has no chat template, or the template refuses these messages.
         """
         render = self._conversations.apply_chat_template
         from jinja2 import TemplateError
@@ -76,7 +78,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """What `chat` renders, in Jinja. Raises ValueError: the checkpoint has none."""
+        """The Jinja template that `chat` renders. Raises ValueError if the checkpoint has none."""
         template: str = self._conversations.chat_template
         return template
 
@@ -91,10 +93,10 @@ class Tokenizer:
             loaded = transformers.AutoTokenizer.from_pretrained(self._path, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:  # without a configuration, for example
             raise ValueError(
-                f"no chat template belongs to the tokenizer of {self._path}: {error}"
+                f"the tokenizer of {self._path} has no chat template: {error}"
             ) from error
         if not isinstance(loaded.chat_template, str):
-            raise ValueError(f"no chat template belongs to the tokenizer of {self._path}")
+            raise ValueError(f"the tokenizer of {self._path} has no chat template")
         return loaded
 
     @cached_property
@@ -115,16 +117,16 @@ class Tokenizer:
         return self._backend.get_vocab() == other._backend.get_vocab()
 
     def special_tokens(self) -> dict[str, int]:
-        """Ids of special tokens, by their names."""
+        """The ids of the special tokens, by name."""
         added = self._backend.get_added_tokens_decoder().items()
         return {token.content: index for index, token in added if token.special}
 
     def vocabulary(self) -> list[bytes | str | None]:
-        """By id, what a token adds to a text: its bytes; the name (str) of a special token, which
-        adds none; None where no token has the id.
+        """The bytes of each token, by id.
 
-        Raises ValueError where the tokens are written neither as byte-level BPE's nor as
-        SentencePiece's.
+        A special token has its name (str) instead, and an id without a token has None.
+
+        Raises ValueError unless the tokens are written as in byte-level BPE or SentencePiece.
         """
         decoder = self._backend.decoder
         kind = "" if decoder is None else decoder.__getstate__().decode()
@@ -141,16 +143,16 @@ class Tokenizer:
 
 
 _SPACE = "▁"  # how SentencePiece writes a space
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # and a byte of a character that it lacks
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how it writes a byte of an unknown character
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-# GPT-2 writes these bytes as the characters of Latin-1, the others as the ones from U+0100 on.
+# GPT-2 writes these bytes as characters of Latin-1, and the others as characters from U+0100 on.
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
 }
 
 
 def _byte_level(token: str) -> bytes | None:
-    """A token of byte-level BPE; None where it holds a character that stands for no byte."""
+    """A token of byte-level BPE; None if one of its characters does not stand for a byte."""
     return bytes(_BYTES[char] for char in token) if _BYTES.keys() >= {*token} else None
 
 
@@ -193,6 +195,6 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
 
     if (path / "tokenizer_config.json").is_file():
         loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    else:  # of the supported families only Llama's and Mistral's have such files
+    else:  # among the supported families, only Llama and Mistral have such files
         loaded = transformers.LlamaTokenizer.from_pretrained(path, add_bos_token=True)
     return loaded.backend_tokenizer

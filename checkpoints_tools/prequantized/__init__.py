@@ -1,7 +1,7 @@
 """Weights that are quantized already, in the formats in which they are published.
 
-A `Layout` knows how one linear layer is stored: which tensors it has, and the weight they stand
-for. Integers, zeros and scales come to the library as they are; nothing is quantized again.
+A `Layout` knows how one linear layer is stored: its tensors, and the weight that they represent.
+Integers, zeros and scales are kept unchanged; nothing is quantized again.
 
 | quant_method | read |
 | --- | --- |
@@ -10,9 +10,9 @@ for. Integers, zeros and scales come to the library as they are; nothing is quan
 | `compressed-tensors` | `pack-quantized` with 4 and 8 bits, `mxfp4-pack-quantized` |
 | `mxfp4` | blocks and scales |
 
-Left out on purpose: formats that a single kernel's layout has shaped (Marlin, ExLlama, `gemv`), and
-the configuration's lists of layers that were left alone, except where they say how a layer is
-stored: the tensors themselves tell which layers are quantized, and those lists are often wrong.
+Formats that follow the layout of a single kernel (Marlin, ExLlama, `gemv`) are left out on purpose.
+So are the configuration's lists of layers that are not quantized, except where they say how a layer
+is stored: those lists are often wrong, and the tensors show which layers are quantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from checkpoints_tools.prequantized.layout import Layout, Part
 
 __all__ = ["MAIN_PARTS", "Layout", "LayoutOf", "Part", "read_layouts"]
 
-LayoutOf = Callable[[str], Layout | None]  # of a module by its name, such as "lm_head"
+LayoutOf = Callable[[str], Layout | None]  # from a module's name, such as "lm_head"
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], LayoutOf]] = {
     "awq": awq.read_layouts,
@@ -33,20 +33,20 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], LayoutOf]] = {
     "compressed-tensors": compressed_tensors.read_layouts,
     "mxfp4": mxfp4.read_layouts,
 }
-MAIN_PARTS = ("qweight", "weight_packed", "weight_blocks")  # a module that has one is quantized
+MAIN_PARTS = ("qweight", "weight_packed", "weight_blocks")  # a module with one is quantized
 
 
 def read_layouts(fields: Mapping[str, Any]) -> LayoutOf:
-    """How the layers of a model are stored, by the `quantization_config` of its config.json.
+    """How the layers of a model are stored, according to its `quantization_config`.
 
     Args:
-      fields: the quantization_config.
+      fields: the quantization_config of config.json.
 
     Returns:
-      A function from a module's name to its layout, None for a module that is not quantized.
+      A function from a module's name to its layout, or None for a module that is not quantized.
 
     Raises:
-      ValueError: a method, version or option that is not supported.
+      ValueError: the method, its version or an option is not supported.
     """
     method = fields.get("quant_method")
     if method not in METHODS:

@@ -1,10 +1,10 @@
 """AWQ checkpoints, layout `gemm` (Lin et al. 2023): asymmetric 4-bit weights, inputs first.
 
     qweight  i32[K, N / 8]       eight outputs per word
-    qzeros   i32[groups, N / 8]  likewise, the zeros as they are
+    qzeros   i32[groups, N / 8]  likewise; the zeros are stored unchanged
     scales   f16[groups, N]
 
-A word's nibbles do not hold its outputs in their order: nibble i holds output NIBBLES[i].
+The nibbles of a word are not in the order of its outputs: nibble i holds output NIBBLES[i].
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclasses.dataclass(frozen=True)
 class AwqLayout:
-    """group_size: inputs per scale, None for one scale per output. zeros: whether there are."""
+    """One layer's layout.
+
+    group_size: inputs per scale, None for one scale per output.
+    zeros: whether there is a tensor of zeros.
+    """
 
     group_size: int | None
     zeros: bool
@@ -72,7 +76,7 @@ def _integers(packed: np.ndarray, n: int) -> np.ndarray:
 
 
 def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], AwqLayout]:
-    """The one layout of every layer. Raises ValueError on an option that is not supported."""
+    """The same layout for every layer. Raises ValueError on an option that is not supported."""
     version = str(fields.get("version") or fields.get("format") or "gemm").lower()
     check_option("version", version, ("gemm",))
     check_option("bits", fields.get("bits", 4), (4,))

@@ -1,14 +1,14 @@
-"""Checkpoints of the package compressed-tensors: a layout for every group of layers.
+"""Checkpoints of the package compressed-tensors: one layout per group of layers.
 
 `pack-quantized`:
 
     weight_packed      i32[N, K · bits / 32]        consecutive inputs, the first lowest
     weight_scale       bf16, f16 or f32[N, groups]
-    weight_zero_point  i32[N · bits / 32, groups]   of asymmetric weights: consecutive outputs
+    weight_zero_point  i32[N · bits / 32, groups]   asymmetric weights only: consecutive outputs
     weight_shape       i64[2]                       (N, K)
-    weight_g_idx       i32[K]                       of old versions with actorder "group"
+    weight_g_idx       i32[K]                       old versions with actorder "group" only
 
-Integers are signed; 2^(bits - 1) was added to them and to the zeros before they were packed.
+Integers are signed. 2^(bits - 1) is added to them and to the zeros before packing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ from checkpoints_tools.prequantized.mxfp4 import COMPRESSED_TENSORS as MXFP4
 from checkpoints_tools.tensor_files import FLOATS
 from pallas_kernels.formats import Quantized
 
-FORMATS = {"pack-quantized": "int", "mxfp4-pack-quantized": "float"}  # and their weights' type
+FORMATS = {"pack-quantized": "int", "mxfp4-pack-quantized": "float"}  # by format, the weights' type
 STRATEGIES = ("group", "channel")
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """group_size: inputs per scale, None for one scale per output."""
+    """One layer's layout.
+
+    group_size: inputs per scale, None for one scale per output.
+    """
 
     bits: int
     group_size: int | None
@@ -100,7 +103,7 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
         for scheme in fields.get("config_groups", {}).values()
         for target in scheme["targets"]
     }
-    # A layer's own name goes before a pattern, and a pattern before its class.
+    # A layer's own name takes precedence over a pattern, and a pattern over the class.
     ranked = sorted(layouts, key=lambda target: (target == "Linear", target.startswith("re:")))
     schemes = [(_matcher([target]), layouts[target]) for target in ranked]
     is_ignored = _matcher(fields.get("ignore") or [])
@@ -108,7 +111,7 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
     def layout_of(module: str) -> Layout | None:
         if is_ignored(module):
             return None
-        return next((layout for is_meant, layout in schemes if is_meant(module)), None)
+        return next((layout for matches, layout in schemes if matches(module)), None)
 
     return layout_of
 
@@ -128,15 +131,15 @@ def _layout(scheme: Mapping[str, Any], default_format: str | None) -> Layout:
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a linear layer is meant: by its class, by its name or by a regular expression."""
+    """A test for linear layers: by their class, their name or a regular expression."""
     names = {pattern for pattern in patterns if not pattern.startswith("re:")}
     expressions = [_compile(pattern) for pattern in patterns if pattern.startswith("re:")]
 
-    def is_meant(module: str) -> bool:
+    def matches(module: str) -> bool:
         by_name = "Linear" in names or module in names
         return by_name or any(expression.match(module) for expression in expressions)
 
-    return is_meant
+    return matches
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -144,5 +147,5 @@ def _compile(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
         raise ValueError(
-            f"quantization_config: {pattern!r} is no regular expression: {error}"
+            f"quantization_config: {pattern!r} is not a regular expression: {error}"
         ) from error

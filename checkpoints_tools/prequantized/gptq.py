@@ -5,9 +5,9 @@
     scales   f16[groups, N]
     g_idx    i32[K]                       the group of every input; consecutive if absent
 
-Version 1 stores every zero less one, modulo 2^bits; version 2 ("gptq_v2") as it is. Symmetric
-checkpoints of version 2 are found under the name of version 1; since all their zeros must be
-2^(bits - 1), what is stored tells which it is.
+Version 1 stores every zero minus one, modulo 2^bits. Version 2 ("gptq_v2") stores it unchanged.
+Some symmetric checkpoints of version 2 bear the name of version 1. All their zeros must be
+2^(bits - 1), so the stored value shows the version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 @dataclasses.dataclass(frozen=True)
 class GptqLayout:
-    """group_size: inputs per scale, None for one per output. version: of the zeros, 1 or 2."""
+    """One layer's layout.
+
+    group_size: inputs per scale, None for one scale per output.
+    version: 1 or 2, how zeros are stored.
+    """
 
     bits: int
     group_size: int | None
@@ -74,12 +78,12 @@ class GptqLayout:
         )
 
     def _zeros(self, stored: np.ndarray) -> np.ndarray | None:
-        """u8[groups, N] -> i8[N, groups], or None where all stand for the middle."""
+        """u8[groups, N] -> i8[N, groups], or None if all are the middle of the range."""
         middle = 1 << self.bits - 1
         if self.symmetric:
             if not ((stored == middle).all() or (stored == middle - 1).all()):
                 raise ValueError(
-                    "quantization_config says sym, but qzeros differ from one another; "
+                    "quantization_config says sym, but the values of qzeros differ; "
                     "set sym to false"
                 )
             return None
@@ -89,7 +93,7 @@ class GptqLayout:
 
 
 def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], GptqLayout]:
-    """The one layout of every layer. Raises ValueError on an option that is not supported."""
+    """The same layout for every layer. Raises ValueError on an option that is not supported."""
     version = str(fields.get("checkpoint_format") or fields.get("format") or "gptq").lower()
     check_option("checkpoint_format", version, tuple(VERSIONS))
     check_option("bits", fields.get("bits"), BITS)

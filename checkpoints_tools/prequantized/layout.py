@@ -1,4 +1,4 @@
-"""What every layout of quantized tensors has, and the packing that all of them share."""
+"""The interface of layouts of quantized tensors, and the packing that they share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BITS = (4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One tensor of a stored weight: the shape and the dtypes that its header may say."""
+    """One tensor of a stored weight: its shape and the dtypes that it may have."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -36,8 +36,8 @@ class Part:
 class Layout(Protocol):
     """How one linear layer is stored.
 
-    description: for messages, such as "gptq, 4 bits, groups of 128".
-    main_part: the tensor by which a quantized module is known.
+    description: text for messages, such as "gptq, 4 bits, groups of 128".
+    main_part: the tensor that every quantized module has.
     """
 
     @property
@@ -51,7 +51,7 @@ class Layout(Protocol):
         ...
 
     def weight(self, parts: Mapping[str, np.ndarray], n: int, k: int) -> Quantized:
-        """The weight (N, K) that the tensors stand for. Raises ValueError on contradictions."""
+        """The weight (N, K) that the tensors represent. Raises ValueError on contradictions."""
         ...
 
 
@@ -65,7 +65,7 @@ def check_option(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
 
 
 def read_group_size(value: Any) -> int | None:
-    """Inputs per scale; -1 stands for one scale per output. Raises ValueError on other sizes."""
+    """Inputs per scale; None for -1, one scale per output. Raises ValueError on other sizes."""
     check_option("group_size", value, (-1, *filter(None, GROUP_SIZES)))
     return None if value == -1 else value
 
@@ -77,12 +77,12 @@ def describe(method: str, bits: int, group_size: int | None) -> str:
 
 
 def groups(k: int, group_size: int | None) -> int:
-    """Groups of K inputs, of which the last may be shorter."""
+    """The number of groups of K inputs; the last group may be shorter."""
     return -(-k // (group_size or k))
 
 
 def words(count: int, bits: int) -> int:
-    """32-bit words that hold `count` integers."""
+    """The number of 32-bit words that hold `count` integers."""
     return -(-count * bits // 32)
 
 
@@ -109,7 +109,7 @@ def pack_integers(integers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def signed(integers: np.ndarray, bits: int) -> np.ndarray:
-    """u - 2^(bits - 1), modulo 2^8: what unsigned integers are in the library. u8 -> i8."""
+    """u - 2^(bits - 1) modulo 2^8, the library's form of an unsigned integer. u8 -> i8."""
     return (integers - np.uint8(1 << bits - 1)).view(np.int8)
 
 
@@ -119,7 +119,7 @@ def unsigned(integers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def column_order(group_of_input: np.ndarray, group_size: int | None) -> np.ndarray | None:
-    """The order of the columns in which the groups are consecutive, None if they are so already.
+    """The order of the columns that makes the groups consecutive, None if they already are.
 
     Args:
       group_of_input: i32[K], the group of every input (`g_idx`).
@@ -138,7 +138,7 @@ def column_order(group_of_input: np.ndarray, group_size: int | None) -> np.ndarr
     order = np.argsort(group_of_input, kind="stable").astype(np.int32)
     if not np.array_equal(group_of_input[order], consecutive):
         raise ValueError(
-            f"g_idx must deal {k} inputs out to groups of {group_size or k}, and it does not"
+            f"g_idx must divide the {k} inputs into groups of {group_size or k}, but does not"
         )
     return order
 
@@ -151,9 +151,15 @@ def build(
     zeros: np.ndarray | None = None,
     order: np.ndarray | None = None,
 ) -> Int4Weight | Int8Weight:
-    """The weight of q: i8[N, K], its columns in the model's order.
+    """The weight made of the integers q.
 
-    scales: bf16, f16 or f32[N, groups]; zeros: i8[N, groups]; order: as `column_order` has it.
+    Args:
+      bits: 4 or 8.
+      q: i8[N, K], its columns in the model's order.
+      scales: bf16, f16 or f32[N, groups].
+      group_size: inputs per scale, None for one scale per output.
+      zeros: i8[N, groups] or None.
+      order: the result of `column_order`.
     """
     if order is not None:
         q = q[:, order]

@@ -3,8 +3,8 @@
     Hugging Face         weight_blocks u8[N, groups, 16], weight_scales u8[N, groups]
     compressed-tensors   weight_packed u8[N, K / 2],      weight_scale  u8[N, groups]
 
-The low nibble comes first. The names of Hugging Face are those of its mixtures of experts, where
-they follow the name of the parameter.
+The low nibble comes first. Hugging Face uses these names in its mixtures of experts, after the name
+of the parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ NAN = 255  # of E8M0
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Layout:
-    """main_part, scales: the names of the two tensors. blocks: whether a block has its own axis."""
+    """One layer's layout.
+
+    main_part, scales: the names of the two tensors.
+    blocks: whether the bytes of a block have their own axis.
+    """
 
     main_part: str
     scales: str
@@ -40,7 +44,7 @@ class Mxfp4Layout:
     def weight(self, parts: Mapping[str, np.ndarray], n: int, k: int) -> Quantized:
         scales = parts[self.scales]
         if (scales == NAN).any():
-            raise ValueError(f"{self.scales} holds {NAN}, which stands for NaN")
+            raise ValueError(f"{self.scales} holds {NAN}, the code of NaN")
         codes = unpack_integers(parts[self.main_part].reshape(n, -1), 4, k)
         return mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(scales))
 
@@ -50,5 +54,5 @@ COMPRESSED_TENSORS = Mxfp4Layout("weight_packed", "weight_scale", blocks=False)
 
 
 def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Mxfp4Layout]:
-    """The one layout of every layer; there are no options."""
+    """The same layout for every layer; there are no options."""
     return lambda module: HUGGINGFACE

@@ -1,14 +1,23 @@
-"""Quantization of a model's weights: `quantize` and the methods it knows.
+"""Quantization of a model's weights: `quantize` and its methods.
 
-What is quantized are the linear layers of the blocks and, on request, the head. Embeddings, norms
-and biases stay as they are: they are small or only looked up.
+The linear layers of the blocks are quantized and, on request, the head. Embeddings, norms and
+biases stay as they are: they are small or only looked up.
 
-Without data: "rtn" (round to nearest), "rtn-clip" (with a searched clip ratio per group), "int8",
-"mxfp4" and "mxfp4-even". With calibration text: "gptq", "gptq-clip" (with searched clip ratios, as
-in QuaRot), "act-order+gptq", "awq" (scales and
-clipping, then round to nearest) and "atom" (order and outliers, then round to nearest, clipped).
-"awq+" and "quarot+" go before any rounding, "atom+" before those to 4 bits: "quarot" alone is
-"quarot+rtn", "awq+gptq" rounds AWQ's scaled weights by GPTQ, and so on.
+Methods without data:
+
+    rtn, rtn-clip      round to nearest, 4 bits; with a searched clip ratio per group
+    int8               round to nearest, 8 bits
+    mxfp4, mxfp4-even  cast to MXFP4
+
+Methods with calibration text:
+
+    gptq, gptq-clip    GPTQ; with searched clip ratios, as in QuaRot
+    act-order+gptq     GPTQ in the order of the inputs' magnitudes
+    awq                scales and clipping, then round to nearest
+    atom               order and outliers, then round to nearest, clipped
+
+"awq+" and "quarot+" go before any rounding, "atom+" before the roundings to 4 bits. "quarot" alone
+means "quarot+rtn"; "awq+gptq" rounds AWQ's scaled weights by GPTQ, and so on.
 """
 
 from __future__ import annotations
@@ -34,28 +43,31 @@ def quantize(
     lm_head: bool = False,
     calibration: Any = None,
 ) -> Params:
-    """A quantized copy of a model that shares every array it does not change with the original.
+    """Quantizes a model. The copy shares all unchanged arrays with the original.
 
-    What is quantized is prepacked for this machine, as `specjax.prepack` does it.
+    Quantized weights are prepacked for this machine, as by `specjax.prepack`.
 
     Args:
       params: a model in 16 or 32 bits.
-      method: what to do; see above.
-      group_size: inputs per scale: 32, 64, 128 or None (one scale per output). Where it does not
-        divide a layer's inputs, the last group is shorter. MXFP4 has groups of 32 always.
-      bits: of the integers: 4; 3 and 2 are a narrower range in 4-bit storage, for experiments.
-      lm_head: quantize the output projection too. Where the embedding serves as the head (tied), a
-        quantized copy of it becomes the head and `config.tie_word_embeddings` becomes False: the
+      method: "rtn", "rtn-clip", "int8", "mxfp4" or "mxfp4-even" without data; "gptq", "gptq-clip",
+        "awq" or "atom" with calibration text. "quarot+", "awq+", "atom+" and "act-order+" go
+        before other methods.
+      group_size: inputs per scale: 32, 64, 128 or None (one scale per output). If it does not
+        divide a layer's inputs, the last group is shorter. MXFP4 always has groups of 32.
+      bits: the width of the integers: 4; 3 and 2 are a narrower range in 4-bit storage, for
+        experiments.
+      lm_head: quantize the output projection too. If it is tied to the embedding, a quantized copy
+        of the embedding becomes the head, `config.tie_word_embeddings` becomes False, and the
         look-up of tokens keeps the original embedding.
-      calibration: int32[S, T], S sequences of T tokens (`calibration_tokens` makes them of text),
-        for the methods that need them; None for the others.
+      calibration: int32[S, T], S sequences of T tokens, for the methods that need them
+        (`specjax.calibration_tokens` makes them from text); None for the others.
 
     Returns:
       The quantized model.
 
     Raises:
-      ValueError: an unknown method or option, calibration that is missing, not needed or does not
-        suit the model, or `params` is quantized already.
+      ValueError: the method or an option is unknown; calibration is missing, not needed, or does
+        not suit the model; or `params` is quantized already.
     """
     recipe = Recipe(method, group_size, bits)
     tokens = check_calibration(recipe, calibration, params.config)
@@ -71,9 +83,9 @@ def quantize(
 
 
 def check_calibration(recipe: Recipe, calibration: Any, config: ModelConfig) -> np.ndarray | None:
-    """`calibration` as int32[S, T], or None. Raises ValueError unless the recipe wants it so."""
+    """`calibration` as int32[S, T] or None. Raises ValueError if the recipe needs the other."""
     if recipe.needs_calibration and calibration is None:
         raise ValueError(f"method {recipe.method!r} needs calibration: tokens, int32[S, T]")
     if not recipe.needs_calibration and calibration is not None:
-        raise ValueError(f"method {recipe.method!r} uses no calibration; leave it out")
+        raise ValueError(f"method {recipe.method!r} does not use calibration; leave it out")
     return None if calibration is None else check_tokens(calibration, config)

@@ -1,14 +1,14 @@
-"""Atom's mixed precision (Zhao et al. 2023, sections 4.1 and 4.2): the inputs of the largest
-magnitude are kept at 8 bits, and the others are sorted, so that inputs which share a scale are
-alike.
+"""Atom's mixed precision (Zhao et al. 2023, sections 4.1 and 4.2).
 
-Magnitude is E[x²], the diagonal of the second moment. What is sorted is the order in which a weight
-stores its columns; x is gathered into it online, but not for `down`, whose order moves into the
-rows of gate and up. Weights are clipped to 0.85 of their group's largest magnitude, the authors'
-ratio, whether they are rounded to nearest or by GPTQ.
+The inputs of the largest magnitude are kept at 8 bits. The others are sorted by magnitude, so that
+inputs which share a scale are alike. Magnitude is E[x²], the diagonal of the second moment.
 
-A layer has 128 inputs at 8 bits, or a sixteenth of them where that is less: 128 of the 256 inputs
-of a small model would be 6-bit quantization by another name.
+A weight stores its columns in sorted order, and x is gathered into that order online. For `down`,
+the order moves into the rows of gate and up instead. Weights are clipped to 0.85 of their group's
+largest magnitude, the authors' ratio, whether they are rounded to nearest or by GPTQ.
+
+A layer has 128 inputs at 8 bits, but at most one in sixteen: 128 of the 256 inputs of a small model
+would amount to 6-bit quantization.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.weight_values import plain_values
 from specjax.model.params import Layer, Linear
 
 OUTLIERS = 128
-OUTLIER_SHARE = 16  # one input in so many at most
+OUTLIER_SHARE = 16  # at most one input in 16
 WEIGHT_CLIP = 0.85
 
 Rounding = Callable[[jax.Array, InputStatistics], Quantized]
@@ -36,13 +36,13 @@ Rounding = Callable[[jax.Array, InputStatistics], Quantized]
 def mix_precisions(
     weight: jax.Array, statistics: InputStatistics, rounding: Rounding
 ) -> Int4Weight:
-    """A weight with the columns of large inputs at 8 bits and the others in ascending order.
+    """Quantizes a weight: columns of large inputs to 8 bits, the others in ascending order.
 
     Args:
       weight: bf16, f16 or f32[N, K].
-      statistics: of its inputs.
-      rounding: how the 4-bit columns are rounded: f32[N, K] and statistics, both in the stored
-        order, the columns and statistics of the outliers zero.
+      statistics: its inputs'.
+      rounding: rounds the 4-bit columns. It is called with f32[N, K] and statistics, both in the
+        stored order, with zeros for the outliers.
 
     Returns:
       The quantized weight.
@@ -64,7 +64,7 @@ def mix_precisions(
 
 
 def sort_hidden(layer: Layer, statistics: LayerStatistics) -> tuple[Layer, LayerStatistics]:
-    """The layer with its hidden features, down's inputs, in down's order: the same function."""
+    """Sorts a layer's hidden features, the inputs of down. The layer's function stays the same."""
     order = ascending_order(statistics["down"])
     layer = dataclasses.replace(
         layer,
@@ -76,17 +76,17 @@ def sort_hidden(layer: Layer, statistics: LayerStatistics) -> tuple[Layer, Layer
 
 
 def ascending_order(statistics: InputStatistics) -> jax.Array:
-    """int32[K]: the inputs from the smallest E[x²] to the largest; equal ones as they come."""
+    """int32[K]: the inputs from the smallest E[x²] to the largest, by a stable sort."""
     return jnp.argsort(jnp.diagonal(statistics.second_moment), stable=True).astype(jnp.int32)
 
 
 def outlier_count(k: int) -> int:
-    """How many of k inputs are kept at 8 bits."""
+    """The number of inputs, out of k, that are kept at 8 bits."""
     return min(OUTLIERS, k // OUTLIER_SHARE)
 
 
 def _without(statistics: InputStatistics, first: int) -> InputStatistics:
-    """The statistics with the inputs from `first` on always zero, as the 4-bit columns see them."""
+    """The statistics seen by the 4-bit columns: the inputs from `first` on are zero."""
     return InputStatistics(
         statistics.second_moment.at[first:].set(0).at[:, first:].set(0),
         statistics.magnitude.at[first:].set(0),

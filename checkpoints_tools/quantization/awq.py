@@ -2,15 +2,16 @@
 
     y = W x = (W · diag(s)) (x / s),   s = magnitude^ratio
 
-Column j of W is multiplied by s[j] before it is quantized, and what computes x divides by it, so
-nothing runs online: the norm before q, k, v and before gate, up; the rows of v for o and of up for
-down. The ratio, one of 0, 0.05 … 0.95 for all layers that read the same x, is the one whose
-rounding errs least in their output, E[|(W - Q(W · diag(s)) / s) x|²]. Ratio 0 is no scaling: the
-result never errs more in this measure than rounding alone.
+Column j of W is multiplied by s[j] before it is quantized, and the layer that computes x is divided
+by s[j], so nothing runs online. For q, k, v and for gate, up that layer is the norm before them;
+for o and down it is the rows of v and of up. All layers that read the same x have one ratio, out of
+0, 0.05 … 0.95: the ratio whose rounding has the smallest output error,
+E[|(W - Q(W · diag(s)) / s) x|²]. Ratio 0 means no scaling, so this error is never larger than that
+of rounding alone.
 
-Where heads share values (grouped queries), v's rows are fewer than o's inputs and o is left as it
-is, as the authors do. In a rotated model (`ModelConfig.hadamard`) a rotation stands between v and
-o, and between up and down: only the norms take scales there.
+With grouped queries, v has fewer rows than o has inputs, and o stays as it is, as in the authors'
+code. In a rotated model (`ModelConfig.hadamard`), a rotation stands between v and o and between up
+and down, so only the norms take scales.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specjax.model.config import ModelConfig
 from specjax.model.params import Layer, Linear
 
 RATIOS = tuple(i / 20 for i in range(20))
-_FLOOR = 1e-4  # of magnitude^ratio: an input that is never there keeps a scale
+_FLOOR = 1e-4  # of magnitude^ratio, so that an input that is always zero has a scale
 
 Rounding = Callable[[jax.Array], Quantized]
 
@@ -38,16 +39,16 @@ Rounding = Callable[[jax.Array], Quantized]
 def scale_layer(
     layer: Layer, statistics: LayerStatistics, rounding: Rounding, config: ModelConfig
 ) -> tuple[Layer, LayerStatistics]:
-    """The layer with scales moved into its linear layers' columns; its function stays.
+    """Moves scales into the columns of a layer's weights. The layer's function stays the same.
 
     Args:
       layer: float32 weights.
-      statistics: of the layer as it is, by the linear layers' names.
-      rounding: how the weights will be rounded, f32[N, K] -> a quantized weight.
-      config: of the model.
+      statistics: those of the unscaled layer, by the linear layers' names.
+      rounding: how the weights will be rounded: f32[N, K] -> a quantized weight.
+      config: the model's.
 
     Returns:
-      The scaled layer, norms rounded to the model's dtype, and the statistics of its inputs.
+      The scaled layer, its norms rounded to the model's dtype, and the statistics of its inputs.
     """
     for norm, readers in (("attention_norm", ("q", "k", "v")), ("mlp_norm", ("gate", "up"))):
         wanted = _best_scales(layer, readers, statistics[readers[0]], rounding)
@@ -79,7 +80,7 @@ def errors_of_ratios(
 
 
 def scales_of_ratio(magnitude: jax.Array, ratio: float) -> jax.Array:
-    """magnitude^ratio, with the geometric mean of the largest and the smallest scale 1: f32[K]."""
+    """magnitude^ratio, normalized so that the largest times the smallest scale is 1: f32[K]."""
     scales = jnp.maximum(magnitude**ratio, _FLOOR)
     return scales / jnp.sqrt(jnp.max(scales) * jnp.min(scales))
 
@@ -87,7 +88,7 @@ def scales_of_ratio(magnitude: jax.Array, ratio: float) -> jax.Array:
 def _best_scales(
     layer: Layer, readers: tuple[str, ...], statistics: InputStatistics, rounding: Rounding
 ) -> jax.Array:
-    """The scales whose rounding errs least in all readers together: f32[K]."""
+    """The scales with the smallest error summed over all readers: f32[K]."""
     weights = (getattr(layer, name).weight for name in readers)
     errors = sum(errors_of_ratios(weight, statistics, rounding) for weight in weights)
     return scales_of_ratio(statistics.magnitude, RATIOS[int(jnp.argmin(errors))])
@@ -102,7 +103,7 @@ def _output_error(difference: jax.Array, second_moment: jax.Array) -> jax.Array:
 def _divided_norm(
     norm: jax.Array, scales: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """norm / scales in the model's dtype, and the scales by which it is really less: f32[D]."""
+    """norm / scales in the model's dtype, and the scales after this rounding: f32[D]."""
     before = round_to(norm, dtype).astype(jnp.float32)
     after = round_to(before / scales, dtype)
     divisor = after.astype(jnp.float32)
@@ -112,7 +113,7 @@ def _divided_norm(
 def _scale_columns(
     layer: Layer, statistics: LayerStatistics, readers: tuple[str, ...], scales: jax.Array
 ) -> tuple[Layer, LayerStatistics]:
-    """The readers' columns times the scales, and the statistics of inputs divided by them."""
+    """Multiplies the readers' columns by the scales and divides their inputs' statistics."""
     divided = statistics[readers[0]].divided(scales)
     scaled = {
         name: dataclasses.replace(linear, weight=linear.weight * scales)

@@ -1,11 +1,11 @@
-"""What a model's linear layers read, measured on calibration text one layer at a time.
+"""Statistics of the inputs of a model's linear layers, measured on calibration text.
 
-The hidden states of all sequences stand at the entrance of a layer: int32[S, T] tokens, then
-[S, T, D]. `observe` runs the layer as it is and gathers the statistics of every linear layer's
-input; when they have served to quantize it, `advance` takes the hidden states through the
-quantized layer, so that the next one sees what it will see. Activations are in 16 bits throughout.
+The model runs one layer at a time, with the hidden states of all sequences, [S, T, D], kept between
+layers. `observe` runs the original layer and collects the statistics of every linear layer's input.
+Once the layer is quantized, `advance` takes the hidden states through it, so that the next layer
+sees the inputs that it will have in the quantized model. Activations are in 16 bits throughout.
 
-Second moments suffice for every method here: the output error of a changed weight is
+Second moments suffice for every method here, since the output error of a changed weight is
 E[|(W - Q) x|²] = tr((W - Q) E[x xᵀ] (W - Q)ᵀ). So only the hidden states grow with the text.
 """
 
@@ -29,38 +29,38 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, held, linear_shapes
 from specjax.model.transformer import LinearInputs, block, norm, pass_context
 
-# Which linear layers read each of `LinearInputs`.
+# The linear layers that read each of `LinearInputs`.
 READERS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputStatistics:
-    """Means over the tokens that a linear layer read, x: [K] each.
+    """Statistics of a linear layer's input x over all tokens.
 
-    second_moment: f32[K, K], of x xᵀ.
-    magnitude: f32[K], of |x|.
+    second_moment: f32[K, K], the mean of x xᵀ.
+    magnitude: f32[K], the mean of |x|.
     """
 
     second_moment: jax.Array
     magnitude: jax.Array
 
     def take(self, order: jax.Array) -> InputStatistics:
-        """Those of x[order]."""
+        """The statistics of x[order]."""
         return InputStatistics(self.second_moment[order][:, order], self.magnitude[order])
 
     def divided(self, scales: jax.Array) -> InputStatistics:
-        """Those of x / scales. f32[K], positive."""
+        """The statistics of x / scales. scales: f32[K], positive."""
         return InputStatistics(
             self.second_moment / (scales[:, None] * scales), self.magnitude / scales
         )
 
 
-LayerStatistics = dict[str, InputStatistics]  # by the names of `LINEARS`; shared by co-readers
+LayerStatistics = dict[str, InputStatistics]  # by the names of `LINEARS`
 
 
 def check_tokens(tokens: Any, config: ModelConfig) -> np.ndarray:
-    """`tokens` as int32[S, T]. Raises ValueError unless they suit the model."""
+    """`tokens` as int32[S, T]. Raises ValueError if they do not suit the model."""
     array = np.asarray(tokens)
     if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
@@ -75,7 +75,7 @@ def check_tokens(tokens: Any, config: ModelConfig) -> np.ndarray:
     if array.min() < 0 or array.max() >= config.vocab_size:
         outside = array[(array < 0) | (array >= config.vocab_size)][0]
         raise ValueError(
-            f"calibration holds the token {outside}; the vocabulary has {config.vocab_size} entries"
+            f"calibration holds the token {outside}; the vocabulary has {config.vocab_size} tokens"
         )
     return array.astype(np.int32)
 
@@ -83,13 +83,13 @@ def check_tokens(tokens: Any, config: ModelConfig) -> np.ndarray:
 def calibration_tokens(
     text: str, tokenizer: Tokenizer, *, sequences: int = 16, length: int = 512
 ) -> np.ndarray:
-    """Sequences from all over a text, the same ones every time.
+    """Takes calibration sequences from a text, evenly spaced and the same every time.
 
     Args:
-      text: what to take them from.
-      tokenizer: the model's. A token that it puts before every text begins every sequence.
-      sequences: how many, at least 1; they overlap where the text is short.
-      length: tokens in each, at least 1.
+      text: the calibration text.
+      tokenizer: the model's. If it puts a token before every text, every sequence begins with it.
+      sequences: the number of sequences, at least 1; they overlap if the text is short.
+      length: tokens in each sequence, at least 1.
 
     Returns:
       int32[sequences, length].
@@ -121,14 +121,14 @@ def embed(embedding: Weight, tokens: np.ndarray, config: ModelConfig) -> jax.Arr
 def observe(
     layer: Layer, hidden: jax.Array, index: int, config: ModelConfig, step: Callable[[], None]
 ) -> LayerStatistics:
-    """The statistics of what each linear layer of a block reads.
+    """The statistics of the inputs of a block's linear layers.
 
     Args:
-      layer: unquantized.
-      hidden: [S, T, D], at its entrance.
-      index: the layer's number.
-      config: of the model.
-      step: called after each sequence.
+      layer: the block, not quantized.
+      hidden: [S, T, D], the hidden states at its entrance.
+      index: its number.
+      config: the model's.
+      step: a function to call after each sequence.
 
     Returns:
       The statistics by the linear layers' names.
@@ -146,7 +146,7 @@ def observe(
 def advance(
     layer: Layer, hidden: jax.Array, index: int, config: ModelConfig, step: Callable[[], None]
 ) -> jax.Array:
-    """The hidden states at the layer's exit. Arguments as for `observe`; any weights."""
+    """The hidden states at the layer's exit. Arguments as for `observe`; weights in any format."""
     layer, left = hold(layer, config), []
     for sequence in hidden:
         left.append(_run(layer, sequence[None], _alike(index, config), config)[0][0])
@@ -156,7 +156,7 @@ def advance(
 
 
 def observe_head(final_norm: jax.Array, hidden: jax.Array, config: ModelConfig) -> InputStatistics:
-    """The statistics of what the head reads. hidden: [S, T, D], at the last layer's exit."""
+    """The statistics of the head's input. hidden: [S, T, D], at the last layer's exit."""
     scale, sums = final_norm.astype(config.dtype), _zeros(config.hidden_size)
     for sequence in hidden:
         sums = _add(sums, norm(sequence, scale, config, sequence.dtype))
@@ -164,7 +164,7 @@ def observe_head(final_norm: jax.Array, hidden: jax.Array, config: ModelConfig) 
 
 
 def hold(layer: Layer, config: ModelConfig) -> Layer:
-    """The layer as a model of this configuration holds it: what is not quantized, in its dtype."""
+    """The layer with its unquantized weights in the model's dtype."""
     rounded: Layer = jax.tree.map(
         lambda weight: held(weight, config.dtype), layer, is_leaf=is_format
     )
@@ -172,7 +172,7 @@ def hold(layer: Layer, config: ModelConfig) -> Layer:
 
 
 def _alike(index: int, config: ModelConfig) -> int:
-    """The first layer that computes the same: one compilation serves them all."""
+    """The first layer of the same computation, so that equal layers share one compiled program."""
     windows = [config.window(i) for i in range(config.num_layers)]
     return windows.index(windows[index])
 
@@ -181,7 +181,7 @@ def _alike(index: int, config: ModelConfig) -> int:
 def _run(
     layer: Layer, x: jax.Array, index: int, config: ModelConfig
 ) -> tuple[jax.Array, LinearInputs]:
-    """A layer over whole sequences without context. x: [B, T, D]."""
+    """Runs a layer over whole sequences with an empty cache. x: [B, T, D]."""
     b, t, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(t), (b, t))
     cache = KVCache.create(config, b, t)
@@ -193,19 +193,19 @@ def _zeros(k: int) -> InputStatistics:
     return InputStatistics(jnp.zeros((k, k)), jnp.zeros(k))
 
 
-# The sums are updated in place: second moments of all sequences at once would take gigabytes.
+# The sums are donated, so they are updated in place: copies of second moments take gigabytes.
 @partial(jax.jit, static_argnames=("index", "config"), donate_argnames="sums")
 def _add_layer(
     sums: dict[str, InputStatistics], layer: Layer, x: jax.Array, index: int, config: ModelConfig
 ) -> dict[str, InputStatistics]:
-    """The sums of every linear layer's inputs, by the names of `LinearInputs`. x: [B, T, D]."""
+    """Adds a pass over x, [B, T, D], to the sums, which have the names of `LinearInputs`."""
     _, inputs = _run(layer, x, index, config)
     return {name: _add(sums[name], getattr(inputs, name)) for name in sums}
 
 
 @partial(jax.jit, donate_argnames="sums")
 def _add(sums: InputStatistics, inputs: jax.Array) -> InputStatistics:
-    """inputs: [..., K]."""
+    """Adds inputs [..., K] to the sums."""
     x = inputs.astype(jnp.float32).reshape(-1, inputs.shape[-1])
     products = lax.dot_general(x, x, (((0,), (0,)), ((), ())), precision="highest")
     return InputStatistics(

@@ -1,17 +1,17 @@
-"""GPTQ (Frantar et al. 2023): columns are rounded one after another, and the columns to come make
-up for each one's error as well as they can, so that the layer's output errs least.
+"""GPTQ (Frantar et al. 2023) minimizes the output error of a rounded weight.
 
-With H = E[x xᵀ] and U the upper triangular factor of its inverse, H⁻¹ = Uᵀ U, scaled to a unit
-diagonal row by row (the paper's algorithm 1):
+Columns are rounded one after another, and the columns that are still to come compensate for each
+column's error. Let H = E[x xᵀ], and let U be the upper triangular factor of its inverse,
+H⁻¹ = Uᵀ U, scaled to a unit diagonal row by row (the paper's algorithm 1):
 
     error = W[:, j] - round(W[:, j]),     W[:, j:] -= error · U[j, j:]
 
-The columns are taken a group at a time: within the group one by one, then the group's errors go to
-all later columns in one matrix product. A group's scale is taken when its turn comes, from weights
-that have made up for the errors before.
+Columns are processed one by one within a group, and then the group's errors go to all later columns
+in one matrix product. A group's scale is computed when its turn comes, from weights that already
+compensate for earlier errors.
 
-An input that calibration never saw takes no part: its weights are rounded to nearest. (The authors
-set them to zero, which an input that is seen later would feel.)
+Weights of an input that was always zero during calibration are rounded to nearest. (The authors set
+them to zero, which loses an input that occurs later.)
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from checkpoints_tools.quantization.rtn import (
     searched_scales,
 )
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to the diagonal
-_BLOCK = 128  # columns at a time where all of a row's inputs share one scale
+DAMPING = 0.01  # times the mean of H's diagonal is added to the diagonal
+_BLOCK = 128  # columns at a time if a row has one scale
 
 
 def round_by_gptq(
@@ -47,23 +47,23 @@ def round_by_gptq(
     ratio: float | None = 1.0,
     damping: float = DAMPING,
 ) -> IntegerWeight:
-    """Rounds a weight so that E[|(W - Q) x|²] is small.
+    """Rounds a weight W to Q so that E[|(W - Q) x|²] is small.
 
     Args:
       weight: bf16, f16 or f32[N, K].
       second_moment: f32[K, K], the mean of x xᵀ, times any positive factor.
       group_size: inputs that share a scale: 32, 64, 128, or None for one scale per output.
       bits: 8, 4, 3 or 2.
-      ratio: the share of a group's largest magnitude that is represented; None takes the one of
-        every group that errs least in the weights (`rtn.round_clipped`), as QuaRot does.
-      damping: share of the mean of the diagonal that is added to it.
+      ratio: the share of a group's largest magnitude that is represented; None searches the ratio
+        with the smallest error in the weights of each group (`rtn.round_clipped`), as in QuaRot.
+      damping: the share of the diagonal's mean that is added to the diagonal.
 
     Returns:
       The quantized matrix; its scales are bf16[N, groups].
 
     Raises:
-      ValueError: the group size or the bits are not one of these, or `second_moment` is not
-        positive semidefinite.
+      ValueError: `group_size` or `bits` is not supported, or `second_moment` is not positive
+        semidefinite.
     """
     check_options(group_size, bits)
     factor = jnp.asarray(inverse_factor(second_moment, damping))
@@ -74,13 +74,13 @@ def round_by_gptq(
 
 
 def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.ndarray:
-    """U of the module's equation for the damped second moment, its diagonal ones: f32[K, K].
+    """U of the module's equation for the damped second moment, with a unit diagonal: f32[K, K].
 
-    Computed in float64 on the host: an accelerator may have none, and the factor of a nearly
-    singular matrix needs it.
+    It is computed in float64 on the host. The factor of a nearly singular matrix needs float64,
+    which an accelerator may lack.
     """
     # H = R Rᵀ with R upper triangular gives H⁻¹ = (R⁻¹)ᵀ R⁻¹, so U = R⁻¹. Cholesky's factor is
-    # lower triangular; that of the matrix turned around is R turned around. All in one buffer.
+    # lower triangular, so the matrix is reversed, and its factor is R reversed. One buffer serves.
     turned = np.array(np.asarray(second_moment)[::-1, ::-1], np.float64, order="F")
     diagonal = np.diagonal(turned).copy()
     seen = diagonal > 0
@@ -116,7 +116,7 @@ def _round_rows(
         rows = lax.dynamic_slice_in_dim(factor, start, size, axis=0)
         within = lax.dynamic_slice_in_dim(rows, start, size, axis=1)
         rounded, errors = _round_columns(columns.T, within, scale[:, 0], bits)
-        # Columns up to this group's last are done with: that they change too does not matter.
+        # This changes earlier columns too, but they are not used again.
         return (
             weight - jnp.matmul(errors.T, rows, precision="highest"),
             lax.dynamic_update_slice_in_dim(q, rounded.T.astype(jnp.int8), start, axis=1),
@@ -132,9 +132,9 @@ def _round_rows(
 def _round_columns(
     columns: jax.Array, factor: jax.Array, scale: jax.Array, bits: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The integers and the errors of one group's columns, each f32[g, N].
+    """Rounds one group's columns one after another: the integers and the errors, f32[g, N] each.
 
-    columns: f32[g, N], one after another; factor: f32[g, g]; scale: f32[N].
+    columns: f32[g, N]; factor: f32[g, g]; scale: f32[N].
     """
 
     def round_column(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -1,12 +1,14 @@
-"""Replace a directory as a whole: whoever looks sees the old one or the new one, never a part.
+"""Replaces a directory as a whole: readers see the old one or the new one, never a part.
 
-The new directory is written beside its target, so on the same file system, and takes the target's
-place by one exchange of names where the system has that (Linux), else by two renames; a process
-killed between the two leaves the old directory under a backup name, which `recover` brings back.
-A lock on the directory in the making, which the system drops with its process, tells the leavings
-of killed processes, which the next one removes, from directories that are still being written.
+The new directory is written beside its target, on the same file system. On Linux it takes the
+target's place by one exchange of names, elsewhere by two renames. A process killed between the two
+renames leaves the old directory under a backup name, and `recover` restores it.
 
-Left out on purpose: surviving a loss of power, which would need every file synchronized to disk.
+Each directory in the making is locked, and the system drops the lock when the process ends. So the
+next process can remove what killed processes left, without touching a directory that is still being
+written.
+
+A loss of power may damage the result: files are not synchronized to disk.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """Yields an empty directory that becomes `target` when the block ends without an exception.
 
     Args:
-      target: a directory, or a path where nothing is; its parents are made.
+      target: a directory or a new path; its parents are made.
 
     Yields:
       The directory to write to. It is removed if the block raises, and `target` stays as it was.
@@ -53,9 +55,9 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Brings the old directory back if a process was killed between the two renames.
+    """Restores the old directory if a process was killed between the two renames.
 
-    Safe where one only reads: nothing is ever removed, and nothing moved while `target` exists.
+    Readers may call this too: it removes nothing, and moves nothing while `target` exists.
     """
     target = target.resolve()
     if not target.exists() and _backup(target).is_dir():
@@ -68,11 +70,11 @@ def _backup(target: Path) -> Path:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Removes what killed processes left: a backup beside the target, directories in the making."""
+    """Removes what killed processes left: a backup of the target, directories in the making."""
     if target.exists():
         shutil.rmtree(_backup(target), ignore_errors=True)
     for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
-        with contextlib.suppress(OSError):  # without locks nobody can tell whether it is abandoned
+        with contextlib.suppress(OSError):  # without locks, it may still be in use
             lock = _try_lock(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -80,7 +82,7 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def _make_temporary(target: Path) -> tuple[Path, int | None]:
-    """A new directory and the descriptor that locks it, None where there are no locks."""
+    """A new directory and the descriptor that locks it, None if there are no locks."""
     while True:
         path = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}"
         path.mkdir()
@@ -90,14 +92,14 @@ def _make_temporary(target: Path) -> tuple[Path, int | None]:
             return path, None
         if lock is not None:
             return path, lock
-        # else another process took it for abandoned before it was locked, and removes it
+        # Another process mistook it for an abandoned one before it was locked, and removes it.
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None if another has it or has removed the directory.
+    """A descriptor that holds the lock; None if another process holds it or removed the directory.
 
     Raises:
-      OSError: it cannot be locked at all, as on file systems without locks.
+      OSError: the file system has no locks.
     """
     with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY)

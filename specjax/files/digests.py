@@ -1,4 +1,4 @@
-"""Names for arrays: equal names, equal contents. What was begun with others is not taken up."""
+"""Names for arrays by their contents, by which a resumed run recognizes its inputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pallas_kernels.interleave import by_rows
 
 
 def digest(*trees: Any) -> str:
-    """Twelve hexadecimal digits that stand for pytrees: their structure, static fields, arrays.
+    """Twelve hexadecimal digits that identify pytrees by structure, static fields and arrays.
 
-    Weights count row by row, so that the order in which a machine reads them makes no difference.
+    Weights are hashed row by row, so their order in memory on this machine makes no difference.
     """
     trees = jax.tree.map(
         lambda leaf: by_rows(leaf) if is_format(leaf) else leaf, trees, is_leaf=is_format

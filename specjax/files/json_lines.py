@@ -1,4 +1,4 @@
-"""JSON lines and texts as files hold them: the one reader of prompts, corpora and task sets."""
+"""The reader of text and JSON lines files: prompts, corpora and task sets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Line(NamedTuple):
-    """One line of a file, and where it stands, for what is said about it."""
+    """One line of a file, with its place for error messages."""
 
     path: Path
     number: int
     fields: dict[str, Any]
 
     def text(self, *names: str) -> str:
-        """The first of these fields that holds text. Raises ValueError where none does."""
+        """The first of these fields that holds text. Raises ValueError if none does."""
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, str):
@@ -27,7 +27,7 @@ class Line(NamedTuple):
         raise ValueError(f"line {self.number} of {self.path} has no text in {what}")
 
     def get(self, name: str, kind: type[T]) -> T:
-        """The field of this name. Raises ValueError where there is none of that type."""
+        """The field of this name. Raises ValueError unless it has this type."""
         value = self.fields.get(name)
         if not isinstance(value, kind):
             raise ValueError(
@@ -37,9 +37,9 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file, perhaps gzipped, that are not blank.
+    """The lines of a file that are not blank. The file may be gzipped.
 
-    Raises ValueError, with the file and the number of the line, for one that is no JSON object.
+    Raises ValueError, with the file and the line number, if a line is not valid JSON.
     """
     lines = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -48,25 +48,25 @@ def read_lines(path: Path) -> list[Line]:
         try:
             fields = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"line {number} of {path} is no valid JSON: {error}") from None
+            raise ValueError(f"line {number} of {path} is not valid JSON: {error}") from None
         lines.append(Line(path, number, fields if isinstance(fields, dict) else {}))
     return lines
 
 
 def read_text(path: Path) -> str:
-    """What a file in UTF-8, perhaps gzipped, holds. Raises ValueError where it is no text."""
+    """The text of a UTF-8 file, which may be gzipped. Raises ValueError if it is not text."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         data = gzip.decompress(data)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     if "\0" in text:
-        raise ValueError(f"{path} is no text: it holds zero bytes")
+        raise ValueError(f"{path} is not text: it holds zero bytes")
     return text
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether a file's name says so: .jsonl, perhaps .jsonl.gz."""
+    """Whether a file's name ends in .jsonl or .jsonl.gz."""
     return ".jsonl" in path.suffixes

@@ -89,7 +89,7 @@ def test_calibration_text_refusals(options: dict[str, int], message: str) -> Non
     ("method", "tokens", "message"),
     [
         ("gptq", None, "method 'gptq' needs calibration: tokens, int32[S, T]"),
-        ("rtn", TOKENS, "method 'rtn' uses no calibration; leave it out"),
+        ("rtn", TOKENS, "method 'rtn' does not use calibration; leave it out"),
         (
             "gptq",
             TOKENS[0],
@@ -97,8 +97,8 @@ def test_calibration_text_refusals(options: dict[str, int], message: str) -> Non
         ),
         ("gptq", TOKENS * 1.0, "got float64[3, 20]"),
         ("gptq", TOKENS[:, :0], "got int64[3, 0]"),
-        ("gptq", TOKENS + 80, "the vocabulary has 96 entries"),
-        ("gptq", TOKENS - 96, "the vocabulary has 96 entries"),
+        ("gptq", TOKENS + 80, "the vocabulary has 96 tokens"),
+        ("gptq", TOKENS - 96, "the vocabulary has 96 tokens"),
         ("gptq", np.zeros((1, 513), int), "sequences of 513 tokens, the model has 512 positions"),
     ],
 )

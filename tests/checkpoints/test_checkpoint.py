@@ -185,7 +185,7 @@ def test_load_refusals(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "damaged")
     with pytest.raises(FileNotFoundError, match="no such directory"):
         checkpoint.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="is no specjax checkpoint"):
+    with pytest.raises(ValueError, match="is not a specjax checkpoint"):
         checkpoint.load(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
     kept.mkdir()
     (kept / "diary.txt").write_text("dear diary")
     for path in (kept, kept / "diary.txt"):
-        with pytest.raises(ValueError, match="exists and is no specjax checkpoint"):
+        with pytest.raises(ValueError, match="exists and is not a specjax checkpoint"):
             checkpoint.save(model("tied"), path)
     assert (kept / "diary.txt").read_text() == "dear diary"
 

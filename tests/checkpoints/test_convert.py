@@ -200,7 +200,7 @@ def to_pickles(path: Path) -> None:
         (
             lambda path: [file.unlink() for file in path.iterdir()],
             ValueError,
-            "{} is no checkpoint: it has neither config.json nor *.safetensors",
+            "{} is not a checkpoint: it has neither config.json nor *.safetensors",
         ),
         (
             lambda path: (path / "config.json").unlink(),
@@ -210,8 +210,8 @@ def to_pickles(path: Path) -> None:
         (
             to_pickles,
             FileNotFoundError,
-            "{} has neither model.safetensors nor model.safetensors.index.json; of Hugging Face's "
-            "formats only safetensors is read",
+            "{} has neither model.safetensors nor model.safetensors.index.json; safetensors is the "
+            "only Hugging Face format that specjax reads",
         ),
         (truncate, ValueError, f"{{}}/{SECOND} is truncated or damaged: "),
         (
@@ -222,7 +222,7 @@ def to_pickles(path: Path) -> None:
         (
             lambda path: (path / "model.safetensors.index.json").write_text("{}"),
             ValueError,
-            "{}/model.safetensors.index.json is no valid index of shards: 'weight_map'",
+            "{}/model.safetensors.index.json is not a valid index of shards: 'weight_map'",
         ),
         (
             lambda path: change(path, **{QUERY: None}),
@@ -290,7 +290,7 @@ def test_option_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             convert(source, tmp_path / "out", progress=False, **options)
-    with pytest.raises(ValueError, match="exists and is no specjax checkpoint"):
+    with pytest.raises(ValueError, match="exists and is not a specjax checkpoint"):
         convert(source, source, progress=False)
 
 

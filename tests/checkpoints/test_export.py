@@ -128,7 +128,7 @@ def test_command(
     assert_same(load(tmp_path / "out"), params)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert main(command) == 1
-    assert "exists; give a path where nothing is" in capsys.readouterr().err
+    assert "exists; give a new path" in capsys.readouterr().err
 
 
 # The configuration of every family comes back as it was.
@@ -149,12 +149,12 @@ def test_refusals(tmp_path: Path) -> None:
     params, d = random_model(SMALL), SMALL.hidden_size
     order = jnp.arange(d, dtype=jnp.int32)[::-1]
     for refused, message in (
-        (changed(params, with_outliers(d, d)), "cannot hold the weight layers.0.q.weight: it has "
-         "outlier columns"),
+        (changed(params, with_outliers(d, d)),
+         "cannot represent the weight layers.0.q.weight: it has outlier columns"),
         (changed(params, dataclasses.replace(random_int4(d, d, 32), order=order)),
          "it has its columns in another order than the inputs"),
         (changed(params, random_int4(d, d, 128)),
-         "it has 64 inputs, no multiple of its groups' 128"),
+         "it has 64 inputs, not a multiple of group_size 128"),
         (dataclasses.replace(params, config=dataclasses.replace(SMALL, sliding_window=5)),
          "a llama model with sliding_window 5 cannot be described by Hugging Face's config.json"),
         (quantize(params, "quarot", group_size=32), "a llama model with hadamard True cannot be"),
@@ -162,7 +162,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             export(refused, tmp_path / "out")
     (tmp_path / "something").touch()
-    with pytest.raises(ValueError, match="exists; give a path where nothing is"):
+    with pytest.raises(ValueError, match="exists; give a new path"):
         export(params, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 

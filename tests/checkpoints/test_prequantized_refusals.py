@@ -81,7 +81,7 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         (
             GPTQ, GPTQ_PACKER, lambda path: set_config(path, GPTQ | {"sym": True}),
             "model.layers.0.self_attn.q_proj in {}/model.safetensors: quantization_config says "
-            "sym, but qzeros differ from one another; set sym to false",
+            "sym, but the values of qzeros differ; set sym to false",
         ),
         (
             GPTQ, GPTQ_PACKER,
@@ -118,8 +118,8 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         ),
         (
             GPTQ, GPTQ_PACKER, spoil(f"{DOWN}.g_idx", 1),
-            f"{DOWN} in {{}}/model.safetensors: g_idx must deal 172 inputs out to groups of 128, "
-            "and it does not",
+            f"{DOWN} in {{}}/model.safetensors: g_idx must divide the 172 inputs into groups of "
+            "128, but does not",
         ),
         (
             PACKED, PACKED_PACKER,
@@ -134,7 +134,7 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         ),
         (
             PACKED, PACKED_PACKER, lambda path: set_config(path, PACKED | {"ignore": ["re:("]}),
-            "{}/config.json: quantization_config: 're:(' is no regular expression: ",
+            "{}/config.json: quantization_config: 're:(' is not a regular expression: ",
         ),
         (
             PACKED, PACKED_PACKER,
@@ -174,7 +174,7 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         (
             {"quant_method": "mxfp4"}, packers.mxfp4("weight_blocks", "weight_scales"),
             spoil(f"{DOWN}.weight_scales", 255),
-            f"{DOWN} in {{}}/model.safetensors: weight_scales holds 255, which stands for NaN",
+            f"{DOWN} in {{}}/model.safetensors: weight_scales holds 255, the code of NaN",
         ),
     ],
 )  # fmt: skip

@@ -181,7 +181,7 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             quantize_checkpoint(place, tmp_path / "new", progress=False, **options)
-    with pytest.raises(ValueError, match="exists and is no specjax checkpoint"):
+    with pytest.raises(ValueError, match="exists and is not a specjax checkpoint"):
         quantize_checkpoint(source, source, progress=False)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "new", progress=False)

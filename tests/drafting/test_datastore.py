@@ -167,7 +167,7 @@ def test_a_killed_build_goes_on(corpus, tmp_path) -> None:
         (b"\xff\xfe\x00", "no text in UTF-8"),
         (b"1 2\x003 4 5", "holds zero bytes"),
         (b'{"title": "1 2 3 4 5"}\n', "line 1 of .* has no text in any of text, content"),
-        (b'{"text": "1 2 3 4 5"}\n{\n', "line 2 of .* is no valid JSON"),
+        (b'{"text": "1 2 3 4 5"}\n{\n', "line 2 of .* is not valid JSON"),
         (b'{"text": "1 2 3 400 5"}\n', "token 400, outside the vocabulary of 96"),
     ],
 )

@@ -159,7 +159,7 @@ def test_reference_solutions_are_right(data) -> None:
 @pytest.mark.parametrize(
     ("task", "line", "message"),
     [
-        ("gsm8k", "{", r"line 3 of .*gsm8k_test.jsonl is no valid JSON"),
+        ("gsm8k", "{", r"line 3 of .*gsm8k_test.jsonl is not valid JSON"),
         ("gsm8k", "[]", r"line 3 of .*gsm8k_test.jsonl has no text in answer"),
         ("gsm8k", '{"question": "?", "answer": "none"}', "line 3 .* has no number in answer"),
         ("mbpp", '{"task_id": 12, "text": "", "test_list": []}', "the id '12' of line 5"),

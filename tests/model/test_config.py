@@ -185,7 +185,7 @@ def test_dtype(tmp_path: Path) -> None:
         ),
         (
             {"architectures": ..., "model_type": "gpt2"},
-            "architectures is missing and model_type does not tell; supported: LlamaForCausalLM, "
+            "architectures is missing and model_type is 'gpt2'; supported: LlamaForCausalLM, "
             "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
@@ -245,7 +245,7 @@ def test_wrong_types_are_one_sentence(tmp_path: Path, changes: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is no valid JSON: "), ("[1]", "must hold a JSON object, got list")],
+    [("{", "is not valid JSON: "), ("[1]", "must hold a JSON object, got list")],
 )
 def test_config_that_is_no_object(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
