@@ -36,6 +36,7 @@ from specjax import (
 from specjax.drafting.datastore import Datastore
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
+from tests.support.covering import representatives
 from tests.support.random_models import random_model
 
 VOCABULARY, NEW, ROWS = 5, 3, 3000
@@ -75,6 +76,8 @@ DRAFTERS = {
     ),
     "spectra below a cast": MultiLevel(DraftModel(MXFP4, 3), Spectra(3, 1, 2, capacity=64)),
 }
+# A model of its own, chains and levels, the target itself, and trees of guesses without a model.
+KINDS = ("another model", "spectra and a corpus", "QSpec", "adaptive", "two levels in one cache")
 EVERYTHING = Sampling(temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3)
 SETTINGS = [
     Sampling(),
@@ -176,17 +179,19 @@ def _assert_exact(name: str, sampling: Sampling) -> None:
     assert _chance(texts, exact) > 1e-3
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", representatives(DRAFTERS, *KINDS))
 def test_texts_have_the_targets_distribution(name: str) -> None:
     _assert_exact(name, EVERYTHING)
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+@pytest.mark.parametrize(
+    "sampling", representatives(SETTINGS, Sampling(), Sampling(temperature=1.5, top_k=2)), ids=repr
+)
 def test_every_setting_keeps_it(sampling: Sampling) -> None:
     _assert_exact("another model", sampling)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", representatives(DRAFTERS, *KINDS[:2]))
 def test_a_key_gives_one_text(name: str) -> None:
     """Whatever the batch, its size, and the row's place in it."""
     texts = _sampled(name, EVERYTHING)
