@@ -1,0 +1,36 @@
+"""The examples and the guides' Python run as they stand."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GUIDES = ("index", "chat", "research", "convert")
+BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert "identical to plain decoding: True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short(example: Path) -> None:
+    assert len(example.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_guide_runs(guide: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / f"{guide}.md"
+    code = "\n".join(BLOCK.findall(page.read_text()))
+    exec(compile(code, str(page), "exec"), {})
+    assert capsys.readouterr().out.strip()
