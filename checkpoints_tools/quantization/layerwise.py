@@ -1,8 +1,8 @@
-"""A model quantized layer by layer: weights come in and go out by name, one layer at a time.
+"""Quantizes a model layer by layer: named weights come in and go out one layer at a time.
 
-Every layer is transformed and rounded while the next is still where it was, so a model need not
-fit into memory as it is. Where the method needs calibration, the hidden states of the calibration
-text wait at the layer's entrance (`calibration`).
+Each layer is transformed and rounded before the next is read, so the original model need not fit
+into memory. If the method needs calibration, the hidden states of the calibration text are kept at
+the entrance of the current layer (`calibration`).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from specjax.model.config import ModelConfig
 from specjax.model.params import LINEARS, Layer, Linear
 from specjax.model.weight_names import HEAD, layer_from_weights, layer_weights
 
-SEED = 0  # of QuaRot's random signs
+SEED = 0  # for QuaRot's random signs
 
 
 class Watcher:
-    """Follows a run. This one starts at the first layer, reports nothing and keeps nothing."""
+    """Observes a run. This base class starts at the first layer and ignores every report."""
 
     def step(self, what: str) -> None:
-        """A part of the work is done."""
+        """Called when a step of the work is done."""
 
     def restore(self) -> tuple[list[Layer], jax.Array | None]:
-        """Layers that an earlier run finished, from the first on, and the hidden states at the
-        exit of the last one, None without calibration."""
+        """The layers that an earlier run finished, starting with the first, and the hidden states
+        at the exit of the last one (None without calibration)."""
         return [], None
 
     def keep(self, index: int, layer: Layer, hidden: jax.Array | None) -> None:
-        """A layer is finished, with the hidden states at its exit."""
+        """Called when a layer is finished, with the hidden states at its exit."""
 
 
 def quantize_layers(
@@ -66,17 +66,17 @@ def quantize_layers(
 
     Args:
       weights: names and weights in the order of `specjax.model.weight_names.weight_shapes`.
-      config: of the model before quantization.
+      config: the model's, before quantization.
       recipe: the method.
       lm_head: quantize the output projection too.
-      tokens: int32[S, T], the calibration text; None for a method that needs none.
-      watcher: follows the run.
+      tokens: int32[S, T], the calibration text; None for a method that does not need it.
+      watcher: observes the run.
 
     Returns:
       An iterator over the names and weights of the model with `quantized_config(...)`.
 
     Raises:
-      ValueError: a weight is quantized already, or the model rotated.
+      ValueError: a weight is quantized already, or the model is rotated already.
     """
     watcher = Watcher() if watcher is None else watcher
     parts: Iterator[dict[str, Any]] = (
@@ -85,7 +85,7 @@ def quantize_layers(
     signs = quarot.random_signs(config, SEED) if recipe.has("quarot") else None
     tied, config = config.tie_word_embeddings, quantized_config(config, recipe, lm_head)
     embedding = next(parts)["embedding"]
-    # Held on to only where the head is made of it: it is large.
+    # The embedding is large: it is kept only if the head is made from it.
     head = embedding if tied and not config.tie_word_embeddings else None
     if signs is not None:
         embedding = quarot.rotate_rows(embedding, signs)
@@ -120,9 +120,9 @@ def quantize_layers(
 
 
 def quantized_config(config: ModelConfig, recipe: Recipe, lm_head: bool) -> ModelConfig:
-    """The configuration of the quantized model: a quantized head is never the embedding.
+    """The configuration of the quantized model. A quantized head is not tied to the embedding.
 
-    Raises ValueError where the recipe rotates a model that is rotated already.
+    Raises ValueError if the recipe rotates a model that is rotated already.
     """
     if recipe.has("quarot"):
         config = quarot.rotated_config(config)
@@ -130,7 +130,7 @@ def quantized_config(config: ModelConfig, recipe: Recipe, lm_head: bool) -> Mode
 
 
 def _part(item: tuple[str, Weight]) -> list[str]:
-    """What of the model a named weight belongs to: a layer, or something outside the layers."""
+    """The part of the model that a weight belongs to, a layer or something outside the layers."""
     return item[0].split(".")[:2]
 
 

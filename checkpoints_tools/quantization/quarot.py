@@ -1,19 +1,19 @@
-"""QuaRot: rotations that leave the function of a model as it is and spread its outliers (Ashkboos
-et al. 2024, section 4).
+"""QuaRot (Ashkboos et al. 2024, section 4) spreads outliers by rotations.
 
-With H a Hadamard matrix over its size's root and Q = H · diag(random signs):
+The rotations do not change the model's function. Let H be a Hadamard matrix divided by the square
+root of its size, and Q = H · diag(random signs):
 
-    R1   the residual stream carries Q · x. What reads the stream undoes it (q, k, v, gate, up, the
-         head); what writes it does it (the embedding, o, down).
-    R2   every head of v's output is rotated by H, and o's input by H across the heads besides; the
-         second half runs online (`ModelConfig.hadamard`). Together they undo each other in o.
-    R4   down's input is rotated by H, online.
+    R1   the residual stream carries Q · x. Weights that write the stream apply Q (the embedding,
+         o, down); weights that read it undo Q (q, k, v, gate, up, the head).
+    R2   H rotates every head of v's output, and also rotates o's input across the heads, online
+         (`ModelConfig.hadamard`). The weights of o undo both.
+    R4   H rotates down's input, online.
 
-    R3   queries and keys are rotated by H after RoPE, online, where the cache is quantized. It
-         changes no weight.
+    R3   H rotates queries and keys after RoPE, online, if the cache is quantized. It changes no
+         weight.
 
-A norm commutes with a rotation once its scale is folded into the layers that read it. Left out on
-purpose: the authors' subtraction of each embedding's mean, which changes the function of a model
+A norm commutes with a rotation once its scale is folded into the layers that read it. The authors
+also subtract each embedding's mean. This is left out, because it changes the function of a model
 with RMS norms.
 
 `pallas_kernels.hadamard` rotates vectors and, since x · w = (H · x) · (H · w), the rows of weights.
@@ -34,11 +34,11 @@ from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.params import Layer, Linear
 
-ROWS = 8192  # of the embedding and the head that are rotated at once, to bound the memory
+ROWS = 8192  # rows of the embedding and the head to rotate at once, to limit memory
 
 
 def rotated_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of the rotated model: a tied embedding becomes two matrices.
+    """The configuration of the rotated model. A tied embedding becomes two matrices.
 
     Raises ValueError if the model is rotated already.
     """
@@ -48,22 +48,22 @@ def rotated_config(config: ModelConfig) -> ModelConfig:
 
 
 def random_signs(config: ModelConfig, seed: int) -> jax.Array:
-    """f32[D] of ±1: the random part of R1."""
+    """The random part of R1: f32[D] of ±1."""
     coins = jax.random.bernoulli(jax.random.key(seed), shape=(config.hidden_size,))
     return jnp.where(coins, 1.0, -1.0)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
-    """One block of the rotated model.
+    """Rotates one block of a model.
 
     Args:
-      layer: float32 weights.
-      signs: `random_signs` of the model.
-      config: of the model.
+      layer: the block, with float32 weights.
+      signs: the model's `random_signs`.
+      config: the model's.
 
     Returns:
-      The block, its norm scales ones.
+      The rotated block. Its norm scales are ones.
     """
 
     def reader(linear: Linear, norm_scale: jax.Array) -> Linear:  # undoes R1
@@ -93,7 +93,7 @@ def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
 
 
 def rotate_rows(weight: Weight, scale: jax.Array) -> jax.Array | Bfloat16Weight:
-    """R1 of a matrix (V, D) with its columns scaled first, ROWS rows at a time."""
+    """Scales the columns of a matrix (V, D) and applies R1, ROWS rows at a time."""
     assert not isinstance(weight, Quantized)
     values = plain_values(weight)
     parts = [_rotate_chunk(values[i : i + ROWS], scale) for i in range(0, len(values), ROWS)]

@@ -1,11 +1,11 @@
-"""What a method's name stands for: its parts, joined by "+".
+"""Parses the name of a method, which is a list of parts joined by "+".
 
     [quarot+][awq+][atom+ or act-order+]rounding     "quarot", "awq" and "atom" may stand alone
 
-The parts before the rounding change what is rounded and leave the model's function as it is:
-rotations of the whole model, scales between its layers, the order of a weight's columns. With
-QuaRot and Atom, "a4" clips activations to 0.9 of their group's largest magnitude, as the authors of
-both do.
+The parts before the rounding change the weights that are rounded, but not the model's function:
+they rotate the whole model, move scales between its layers, or reorder a weight's columns. With
+QuaRot and Atom, "a4" clips activations to 0.9 of their group's largest magnitude, the ratio of both
+papers' authors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ACTIVATION_CLIP = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A method with its options, checked when it is made.
+    """A method with its options, checked on construction.
 
     method: the name.
-    group_size: inputs per scale: 32, 64, 128 or None (one scale per output); of MXFP4 always 32.
-    bits: of the integers: 4, or 3 or 2 within 4-bit storage.
+    group_size: inputs per scale: 32, 64, 128 or None (one scale per output). MXFP4 always has 32.
+    bits: the width of the integers: 4, or 3 or 2 within 4-bit storage.
     """
 
     method: str
@@ -57,39 +57,39 @@ class Recipe:
                 f"got {self.method!r}"
             )
         if "act-order" in parts and (last not in GPTQ or "atom" in parts):
-            raise ValueError(f"act-order is an order of gptq: act-order+gptq, got {self.method!r}")
+            raise ValueError(f"act-order goes with gptq only: act-order+gptq, got {self.method!r}")
         if "atom" in parts and last not in ("atom", *INTEGER_ROUNDINGS):
             raise ValueError(
                 f"atom goes before {', '.join(INTEGER_ROUNDINGS)} or stands last, "
                 f"got {self.method!r}"
             )
         if last.startswith("mxfp4") and self.group_size not in (MXFP4_GROUP, DEFAULT_GROUP):
-            raise ValueError(f"{last} has groups of 32; leave group_size out or give 32")
+            raise ValueError(f"{last} has groups of 32; leave group_size out or set it to 32")
         if last not in INTEGER_ROUNDINGS and last in ROUNDINGS and self.bits != 4:
             raise ValueError(f"{last} fixes its bits; leave bits out, got {self.bits}")
 
     @property
     def rounding(self) -> str | None:
-        """The last part, or None where the method leaves it to its transforms."""
+        """The last part if it is a rounding, else None."""
         last = self.method.split("+")[-1]
         return last if last in ROUNDINGS else None
 
     @property
     def transforms(self) -> bool:
-        """Whether weights change before they are rounded."""
+        """Whether a transform changes weights before they are rounded."""
         return any(self.has(part) for part in ("quarot", "awq", "atom"))
 
     def has(self, part: str) -> bool:
-        """Whether `part` is one of the method's."""
+        """Whether the method has this part."""
         return part in self.method.split("+")
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method looks at activations."""
+        """Whether the method needs statistics of activations."""
         return any(self.has(part) for part in ("awq", "atom", *GPTQ))
 
     def round_plainly(self, weight: jax.Array) -> Quantized:
-        """What the rounding would do without data: for AWQ's search. f32[N, K]."""
+        """Rounds a weight, f32[N, K], without data, as AWQ's search does."""
         if self.rounding == "int8":
             return round_to_nearest(weight, self.group_size, bits=8)
         if self.rounding in ("mxfp4", "mxfp4-even"):
@@ -104,9 +104,9 @@ class Recipe:
         """Rounds one weight.
 
         Args:
-          name: of the linear layer, such as "q" or "lm_head".
-          weight: bf16, f16 or f32[N, K], as the transforms left it.
-          statistics: of its inputs; None where the method needs no calibration.
+          name: the linear layer's, such as "q" or "lm_head".
+          weight: bf16, f16 or f32[N, K], after the transforms.
+          statistics: its inputs'; None if the method does not need calibration.
 
         Returns:
           The quantized weight.
@@ -123,7 +123,7 @@ class Recipe:
         if self.rounding in GPTQ:
             assert statistics is not None
             return self._gptq(weight, statistics)
-        # AWQ clips too, but not queries and keys: their product magnifies what is cut.
+        # AWQ clips too, except queries and keys: their product magnifies clipping errors.
         if self.rounding is None and self.has("awq") and name not in ("q", "k"):
             assert statistics is not None
             moment = statistics.second_moment
@@ -131,7 +131,7 @@ class Recipe:
         return self.round_plainly(weight)
 
     def _round_sorted(self, weight: jax.Array, statistics: InputStatistics) -> Quantized:
-        """The 4-bit columns of Atom's."""
+        """Rounds Atom's 4-bit columns."""
         if self.rounding in GPTQ:
             return self._gptq(weight, statistics)
         if self.rounding == "rtn-clip":

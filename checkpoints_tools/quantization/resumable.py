@@ -30,8 +30,8 @@ from specjax.version import __version__
 class ResumableRun(Watcher):
     """Keeps finished layers in a folder and shows the progress.
 
-    A context manager: the folder is removed when the block ends, and stays for the next run if the
-    block raises.
+    This is a context manager. The folder is removed when the block ends; if the block raises, the
+    folder stays for the next run.
 
     Args:
       out: the checkpoint that is being made.

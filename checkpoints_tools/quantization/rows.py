@@ -1,4 +1,4 @@
-"""A matrix's rows a part at a time, so that what is computed on the way needs little memory."""
+"""Applies a function to some rows of a matrix at a time, to limit the memory of intermediates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ Result = TypeVar("Result")
 
 
 def over_rows(function: Callable[[jax.Array], Result], weight: jax.Array) -> Result:
-    """`function(rows)` of some rows of `weight` at a time, its arrays put together row by row.
+    """Calls `function` with some rows of `weight` at a time and concatenates its arrays.
 
-    weight: [N, K]. The arrays that `function` returns have the given rows as their first axis.
+    Args:
+      function: from [rows, K] to a pytree of arrays whose first axis is the rows.
+      weight: [N, K].
+
+    Returns:
+      The pytree for all N rows.
     """
     step = max(WEIGHTS_AT_ONCE // weight.shape[1], 1)
     parts = [function(weight[i : i + step]) for i in range(0, weight.shape[0], step)]

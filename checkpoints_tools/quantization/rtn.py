@@ -2,13 +2,13 @@
 
     w ≈ q · scale, q in -largest … largest, largest = 2^(bits - 1) - 1
 
-The plain scale maps a group's largest magnitude to the largest integer. A smaller one clips the
-largest weights and is finer for all others: QuaRot (section 4) takes the ratio that errs least in
-the weights themselves, AWQ the one that errs least in what the layer computes.
+The plain scale maps a group's largest magnitude to the largest integer. A smaller scale clips the
+largest weights and represents all others more finely. QuaRot (section 4) searches the ratio with
+the smallest error in the weights, AWQ the ratio with the smallest error in the layer's output.
 
-The range is symmetric although two's complement reaches one further down: with these scales that
-integer would never be the nearest, and w and -w are treated alike. Three and two bits are stored
-as 4-bit integers of a narrower range: they save nothing and are there for experiments.
+The range is symmetric, so w and -w are treated alike. Two's complement has one more negative
+integer, but with these scales it would never be the nearest. Weights of 3 and 2 bits are stored as
+4-bit integers of a narrower range. They save no memory and serve experiments.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.rounding import round_to
 
-BITS = (4, 3, 2)  # that an `Int4Weight` can hold
+BITS = (4, 3, 2)  # the widths that an `Int4Weight` can hold
 WEIGHT_RATIOS = tuple(1 - i / 100 for i in range(80))  # QuaRot's grid
-WEIGHT_NORM = 2.4  # and its norm
+WEIGHT_NORM = 2.4  # QuaRot's norm
 OUTPUT_RATIOS = tuple(1 - i / 20 for i in range(10))  # AWQ's grid
 
 IntegerWeight = Int4Weight | Int8Weight
@@ -40,23 +40,23 @@ IntegerWeight = Int4Weight | Int8Weight
 def round_to_nearest(
     weight: jax.Array, group_size: int | None = 128, *, bits: int = 4, ratio: float = 1.0
 ) -> IntegerWeight:
-    """w ≈ q · scale with scale = ratio · max |w| / largest over the group, in bf16, and
-    |w - q · scale| minimal.
+    """Rounds a weight: w ≈ q · scale, with scale = ratio · max |w| / largest in bf16 per group.
 
-    A group of zeros, or of values so small that their scale is zero, becomes zeros.
+    q minimizes |w - q · scale|. A group of zeros, or of values so small that their scale is zero,
+    becomes zeros.
 
     Args:
       weight: bf16, f16 or f32[N, K].
       group_size: consecutive inputs that share a scale (32, 64 or 128), or None for one scale per
         output. The last group may be shorter.
       bits: 8 for an `Int8Weight`; 4, 3 or 2 for an `Int4Weight`.
-      ratio: the share of the largest magnitude that is represented; what is larger is clipped.
+      ratio: the share of the largest magnitude that is represented; larger weights are clipped.
 
     Returns:
       The quantized matrix; its scales are bf16[N, groups].
 
     Raises:
-      ValueError: the group size or the bits are not one of these.
+      ValueError: `group_size` or `bits` is not supported.
     """
     check_options(group_size, bits)
     rounded: IntegerWeight = over_rows(lambda rows: _round(rows, group_size, bits, ratio), weight)
@@ -70,17 +70,23 @@ def round_clipped(
     bits: int = 4,
     second_moment: jax.Array | None = None,
 ) -> IntegerWeight:
-    """`round_to_nearest` with the clip ratio of every group that errs least.
+    """`round_to_nearest` with a searched clip ratio per group, the one with the smallest error.
 
-    Without `second_moment` the error is Σ |w - q · scale|^2.4 over the group and the ratios are
-    1, 0.99 … 0.21 (QuaRot, section 4); with it, the error is E[((w - q · scale) · x)²] over the
+    Without `second_moment`, the error is Σ |w - q · scale|^2.4 over the group and the ratios are
+    1, 0.99 … 0.21 (QuaRot, section 4). With it, the error is E[((w - q · scale) · x)²] over the
     group's inputs x and the ratios are 1, 0.95 … 0.55 (AWQ).
 
     Args:
-      weight, group_size, bits: as for `round_to_nearest`.
+      weight: bf16, f16 or f32[N, K].
+      group_size: as for `round_to_nearest`.
+      bits: as for `round_to_nearest`.
       second_moment: f32[K, K], the mean of x xᵀ, or None.
 
-    Returns, Raises: as `round_to_nearest`.
+    Returns:
+      The quantized matrix; its scales are bf16[N, groups].
+
+    Raises:
+      ValueError: `group_size` or `bits` is not supported.
     """
     check_options(group_size, bits)
     blocks = None if second_moment is None else _diagonal_blocks(second_moment, group_size)
@@ -98,14 +104,14 @@ def largest(bits: int) -> int:
 def scales_of(groups: jax.Array, bits: int, ratio: float | jax.Array = 1.0) -> jax.Array:
     """The scales that map `ratio` times a group's largest magnitude to the largest integer.
 
-    f32[N, G, g] -> f32[N, G], rounded to bf16: what divides the weights is what will be stored.
+    f32[N, G, g] -> f32[N, G], rounded to bf16, so that the weights are divided by the stored scale.
     """
     magnitudes = jnp.max(jnp.abs(groups), axis=-1)
     return round_to(magnitudes * ratio / largest(bits), jnp.bfloat16).astype(jnp.float32)
 
 
 def searched_scales(groups: jax.Array, bits: int, blocks: jax.Array | None = None) -> jax.Array:
-    """The scales whose clip ratio errs least; see `round_clipped`.
+    """The scales of the clip ratios with the smallest error; see `round_clipped`.
 
     f32[N, G, g] and, for the error of the output, second moments f32[G, g, g] -> f32[N, G].
     """
@@ -136,7 +142,7 @@ def nearest(values: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 def from_integers(
     q: jax.Array, scales: jax.Array, group_size: int | None, bits: int
 ) -> IntegerWeight:
-    """The weight of integers [N, K] and scales f32[N, G], in the format that holds `bits`."""
+    """The weight with integers [N, K] and scales f32[N, G], in the format for `bits`."""
     build = int8_from_integers if bits == 8 else int4_from_integers
     return build(q.astype(jnp.int8), scales.astype(jnp.bfloat16), group_size)
 
@@ -167,7 +173,7 @@ def _output_errors(difference: jax.Array, blocks: jax.Array) -> jax.Array:
 
 
 def _grouped(weight: jax.Array, group_size: int | None) -> jax.Array:
-    """The inputs in their groups, the last one filled up with zeros: [N, K] -> f32[N, G, g]."""
+    """The inputs by groups, the last one padded with zeros: [N, K] -> f32[N, G, g]."""
     n, k = weight.shape
     size = k if group_size is None else group_size
     return jnp.pad(weight.astype(jnp.float32), ((0, 0), (0, -k % size))).reshape(n, -1, size)

@@ -1,11 +1,11 @@
-"""What a run has finished, kept on disk so that the next run with the same input goes on from it.
+"""Keeps finished layers on disk, so that the next run with the same input can resume.
 
     layer-0.safetensors …   the quantized layers
-    state.safetensors       how many they are, and the hidden states at the last one's exit
+    state.safetensors       the number of layers, and the hidden states at the exit of the last one
 
-Every file takes its place whole, `state` after the layer that it counts: a process killed at any
-moment leaves a folder from which the same bits follow. Folders of runs that were given up for ones
-with other options go when such a one has made the checkpoint.
+Every file appears as a whole, and `state` appears after the layer that it counts. A process killed
+at any moment leaves a folder from which a resumed run gives the same bits. When a run has made the
+checkpoint, it also removes the folders of abandoned runs with other options.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class WorkingFolder:
     """A folder that one process at a time works in.
 
     Args:
-      out: what is being made; the folder lies beside it.
-      key: all that decides the result, as `repr` writes it. Another key has another folder.
+      out: the checkpoint that is being made; the folder lies beside it.
+      key: everything that decides the result. Each `repr` of a key has its own folder.
 
     Raises:
-      ValueError: another process is at work there.
+      ValueError: another process is using the folder.
     """
 
     def __init__(self, out: Path, key: Any) -> None:
@@ -55,7 +55,7 @@ class WorkingFolder:
         self._held = lock
 
     def restore(self) -> tuple[list[Layer], jax.Array | None]:
-        """The finished layers, and the hidden states at the last one's exit if there are any."""
+        """The finished layers, and the hidden states at the exit of the last one or None."""
         if not (self.path / STATE).exists():
             return [], None
         state, count = _read(self.path / STATE)
@@ -74,8 +74,11 @@ class WorkingFolder:
         _write(self.path / STATE, {} if hidden is None else {"hidden": hidden}, index + 1)
 
     def close(self, *, remove: bool) -> None:
-        """Ends the work here. What was kept stays for the next run; with `remove` it goes, and so
-        does what runs with other keys left, but for those that are at work."""
+        """Ends the work in this folder. The kept layers stay for the next run.
+
+        With `remove`, the folder is removed, and so are the folders with other keys that no process
+        is using.
+        """
         if remove or not (self.path / STATE).exists():
             shutil.rmtree(self.path)
         os.close(self._held)
@@ -86,7 +89,7 @@ class WorkingFolder:
                 os.close(lock)
 
     def _others(self) -> Iterator[Path]:
-        """The folders beside this one in which the same thing was being made."""
+        """The other folders in which the same checkpoint was being made."""
         pattern = re.compile(re.escape(self._prefix) + "[0-9a-f]{12}")
         return (path for path in self.path.parent.iterdir() if pattern.fullmatch(path.name))
 
@@ -95,7 +98,7 @@ class WorkingFolder:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder against other processes; None if one of them does."""
+    """A descriptor that locks the folder; None if another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +109,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _write(path: Path, arrays: Mapping[str, jax.Array], description: Any) -> None:
-    """Arrays and a JSON value as one file, whole or not at all."""
+    """Writes arrays and a JSON value as one file, whole or not at all."""
     data = save(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()},
         metadata={"description": json.dumps(description)},
@@ -117,7 +120,7 @@ def _write(path: Path, arrays: Mapping[str, jax.Array], description: Any) -> Non
 
 
 def _read(path: Path) -> tuple[dict[str, jax.Array], Any]:
-    """What `_write` wrote."""
+    """Reads a file that `_write` wrote."""
     with safe_open(path, framework="numpy") as file:
         arrays = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         return arrays, json.loads(file.metadata()["description"])

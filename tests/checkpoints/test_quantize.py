@@ -317,7 +317,7 @@ def test_quantize_refusals(model: Params) -> None:
         ({"method": "gptq+rtn"}, "got 'gptq+rtn'"),
         ({"method": "awq+quarot"}, "before it in this order, got 'awq+quarot'"),
         ({"method": ""}, "got ''"),
-        ({"method": "act-order+rtn"}, "act-order is an order of gptq"),
+        ({"method": "act-order+rtn"}, "act-order goes with gptq only"),
         ({"group_size": 48}, "group_size must be 32, 64, 128 or None"),
         ({"method": "mxfp4", "group_size": 64}, "mxfp4 has groups of 32"),
         ({"bits": 5}, "bits must be 4, 3 or 2, got 5"),
