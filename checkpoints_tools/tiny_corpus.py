@@ -1,10 +1,9 @@
-"""The text that the shipped tiny model learns from: read, clean, split, tokenize.
+"""Reads, cleans, splits and tokenizes the text that the shipped tiny model is trained on.
 
-A model of a few million parameters only writes coherently when what it reads is simple and
-clean, so this file decides which books count as simple, removes their markup, and divides the
-result into documents of four kinds. Everything here is a pure function of the input files: the
-same data always gives the same tokenizer and the same token streams, which is what lets a
-training run be resumed from nothing but a step number.
+A model of a few million parameters writes coherently only if its training text is simple and clean.
+This file chooses simple books, removes their markup, and divides the text into documents of four
+kinds. Everything here is a pure function of the input files: the same data always gives the same
+tokenizer and token streams, so a training run can be resumed from a step number alone.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ TALES = (
     "Hans Christian Andersen/", "Hugh Lofting/", "J. M. Barrie/", "Johanna Spyri/",
     "Kenneth Grahame/", "L. Frank Baum/", "Lewis Carroll/",
 )  # fmt: skip
-# Prose for older readers in plain sentences; authors of long periods are left out on purpose.
+# Prose for older readers, by authors of short sentences.
 PROSE = (
     "Agatha Christie/", "Arthur Conan Doyle/", "Edgar Rice Burroughs/", "H.G. Wells/",
     "Jack London/The Call of the Wild", "Jack London/White Fang", "Jerome K. Jerome/",
     "John Buchan/The Thirty-Nine Steps", "Jules Verne/", "Louisa May Alcott/Jo's Boys",
     "Louisa May Alcott/Little", "Louisa May Alcott/An Old-Fashioned Girl", "Lucy Maud Montgomery/",
 )  # fmt: skip
-# Library folders that are tests, generated tables or data rather than code to learn from.
+# Library folders of tests, generated tables or data.
 SKIPPED_FOLDERS = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data",
     "ensurepip", "turtledemo", "__pycache__",
@@ -51,11 +50,11 @@ TYPOGRAPHY = str.maketrans({
 
 
 class RunError(Exception):
-    """The run cannot go on; the message is one sentence for the user."""
+    """The run cannot continue. The message is one sentence for the user."""
 
 
 def clean_prose(text: str) -> str:
-    """Plain ASCII punctuation, no emphasis marks, one line per paragraph."""
+    """The text with ASCII punctuation, without emphasis marks, with one line per paragraph."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).translate(TYPOGRAPHY)
     paragraphs = (" ".join(p.split()) for p in re.split(r"\n\s*\n", text))
     return "\n\n".join(p for p in paragraphs if re.search(r"\w", p))
@@ -75,7 +74,7 @@ def split_markdown_book(text: str) -> list[str]:
 
 
 def split_grimm(text: str) -> list[str]:
-    """The fairy-tale file marks a story only by a title in capitals between blank lines."""
+    """One document per story of the Grimms' file, where only capitals mark a title."""
     marked = re.sub(r"\n\n+([A-Z][A-Z ,'’-]+)\n\n", r"\n\n## \1\n\n", "\n\n" + text)
     return split_markdown_book(marked)
 
@@ -112,7 +111,7 @@ def read_python(root: Path, limit: int) -> list[str]:
 
 
 def read_documents(data: Path) -> dict[str, list[str]]:
-    """Every document of every kind, or RunError naming the first file that is missing."""
+    """All documents by kind. Raises RunError if a file is missing."""
     books = data / "texts" / "classic_books.jsonl.gz"
     grimm = data / "texts" / "GrimmsFairyTales.txt"
     gsm8k = data / "prompts" / "gsm8k_train.jsonl"
@@ -128,7 +127,7 @@ def read_documents(data: Path) -> dict[str, list[str]]:
 
 
 def hold_out(documents: list[str]) -> tuple[list[str], list[str]]:
-    """(training, validation): whole documents, picked by checksum, about 1 % of the text."""
+    """(training, validation): the validation documents are about 1 % of the text, by checksum."""
     ordered = sorted(documents, key=lambda text: zlib.crc32(text.encode()))
     wanted = VALIDATION_SHARE * sum(map(len, ordered))
     taken, count = 0, 0
@@ -139,7 +138,7 @@ def hold_out(documents: list[str]) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(documents: dict[str, list[str]], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE, so any text round-trips; digits stay single, which helps arithmetic."""
+    """Byte-level BPE, so any text round-trips. Each digit is a token, which helps arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True),
@@ -157,7 +156,7 @@ def train_tokenizer(documents: dict[str, list[str]], vocabulary: int) -> Tokeniz
 
 
 def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
-    """All documents in one stream of ids [N], each closed by the end-of-text id 0."""
+    """All documents in one stream of ids, [N]. Each document ends with the end-of-text id 0."""
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(documents):
         stream += encoding.ids
@@ -166,9 +165,9 @@ def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
 
 
 def build_tokens(documents: dict[str, list[str]], vocabulary: int, cache: Path) -> None:
-    """Write tokenizer.json and tokens.npz (streams, and validation bytes) into `cache`."""
+    """Writes tokenizer.json and tokens.npz (streams and validation bytes) into `cache`."""
     splits = {kind: hold_out(documents[kind]) for kind in KINDS}
-    # Prose outweighs the rest by far; its share here is cut to what training will see of it.
+    # There is far more prose than other text. Its share is cut to its share in training.
     sample = {kind: train[:: 4 if kind == "prose" else 1] for kind, (train, _) in splits.items()}
     tokenizer = train_tokenizer(sample, vocabulary)
     arrays = {}

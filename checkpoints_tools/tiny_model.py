@@ -1,8 +1,8 @@
-"""The Llama that train_tiny.py trains, and how it becomes a Hugging Face directory.
+"""The Llama that train_tiny.py trains, and its export as a Hugging Face directory.
 
-It is a second, deliberately plain implementation of the architecture, with dense matrices and
-without a cache: it shares no code with the library, so a mistake in the library's own model
-shows as a difference instead of being trained into the shipped weights.
+This is a second, deliberately plain implementation of the architecture, with dense matrices and
+without a cache. It shares no code with the library, so a mistake in the library's own model shows
+as a difference and is not trained into the shipped weights.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def dense(features: int, name: str, scale: float = 1.0) -> nn.Dense:
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding of x [B, T, H, h]: component i turns with component i + h/2."""
+    """Rotary position embedding of x [B, T, H, E]: rotates components i and i + E/2 together."""
     length, half = x.shape[1], x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies  # [T, h/2]
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies  # [T, E/2]
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     low, high = x[..., :half], x[..., half:]
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         q = dense(c.num_attention_heads * c.head_dim, "q_proj")(x)
         k = dense(c.num_key_value_heads * c.head_dim, "k_proj")(x)
         v = dense(c.num_key_value_heads * c.head_dim, "v_proj")(x)
-        q, k, v = (y.reshape(rows, length, -1, c.head_dim) for y in (q, k, v))  # [B, T, H, h]
+        q, k, v = (y.reshape(rows, length, -1, c.head_dim) for y in (q, k, v))  # [B, T, H, E]
         q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
         groups = c.num_attention_heads // c.num_key_value_heads
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
@@ -119,7 +119,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids [B, T] to logits [B, T, V], the embedding matrix serving twice."""
+    """Token ids [B, T] to logits [B, T, V]. The embedding matrix also serves as the head."""
 
     config: LlamaConfig
 
@@ -181,7 +181,7 @@ def tokenizer_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def export_hf(config: LlamaConfig, params: ArrayTree, tokenizer: Path, target: Path) -> None:
-    """Write the model as a Hugging Face directory; readers never see a half-written one."""
+    """Writes the model as a Hugging Face directory, whole or not at all."""
     fresh, old = target.with_name(target.name + ".new"), target.with_name(target.name + ".old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""Train, from nothing, the small Llama that ships with the package.
+"""Trains from scratch the small Llama that ships with the package.
 
-Tests and examples need a real model: one whose text is English and whose draft and target agree
-now and then, yet small enough to live in the repository. This script makes it, on a CPU in about
+Tests and examples need a real model: it must write English, its draft and target must sometimes
+agree, and it must be small enough for the repository. This script trains one, on a CPU in about
 three hours or on a GPU in minutes, from public-domain books, GSM8K's training part and Python's own
-library (see tiny_corpus.py). A run may be killed at any moment and started again with the same
-command: the order of the data and the learning rate are functions of the step number alone.
+library (see tiny_corpus.py). A run may be killed at any moment and resumed with the same command:
+the order of the data and the learning rate depend on the step number alone.
 
     python -m checkpoints_tools.train_tiny --data ../shared/data --out runs/tiny
 """
@@ -30,8 +30,8 @@ from checkpoints_tools import tiny_corpus
 from checkpoints_tools.tiny_corpus import KINDS, RunError
 from checkpoints_tools.tiny_model import PRESETS, ArrayTree, Llama, LlamaConfig, export_hf
 
-# Kinds of text of 20 consecutive rows. Novels teach the language; the decay, whose text a model
-# remembers best, leans on the simple stories and word problems that it is to write itself.
+# Kinds of text among 20 consecutive rows. Novels teach the language. A model remembers best the
+# text of the decay, so the decay favors the simple stories and word problems that it should write.
 ROWS_OF_20 = {"tales": 8, "prose": 4, "gsm8k": 5, "python": 3}
 DECAY_ROWS_OF_20 = {"tales": 9, "prose": 1, "gsm8k": 6, "python": 4}
 DECAY_SHARE = 0.25
@@ -40,7 +40,7 @@ SEED = 20
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What decides the parameters after a given number of steps."""
+    """The settings that determine the parameters after a given number of steps."""
 
     steps: int
     rows: int
@@ -54,7 +54,7 @@ class Plan:
         return self.steps - int(self.steps * DECAY_SHARE)
 
     def schedule(self, peak: float) -> optax.Schedule:
-        """Warm-up, then constant whatever `steps` is, then linear to zero."""
+        """Warm-up, then a constant rate, then a linear decay to zero."""
 
         def rate(step: jax.Array) -> jax.Array:
             left = (self.steps - step) / max(1, self.steps - self.decay_start())
@@ -64,7 +64,7 @@ class Plan:
 
 
 class Batches:
-    """Rows of tokens for any step, each epoch of each kind in its own fixed random order."""
+    """Rows of tokens for any step. Each epoch of each kind has its own fixed random order."""
 
     def __init__(self, streams: dict[str, np.ndarray], plan: Plan, mixture: dict[str, int]) -> None:
         self.streams, self.plan, self.mixture = streams, plan, mixture
@@ -73,7 +73,7 @@ class Batches:
         self.order = lru_cache(maxsize=2 * len(KINDS))(self._order)
 
     def _order(self, kind: str, epoch: int) -> np.ndarray:
-        """Starts of all windows of one epoch; the offset moves the cuts between epochs."""
+        """The starts of all windows of one epoch. A random offset varies the cuts per epoch."""
         random = np.random.default_rng([SEED, KINDS.index(kind), epoch])
         offset = random.integers(self.plan.tokens)
         count = (len(self.streams[kind]) - 1) // self.plan.tokens - 1
@@ -90,7 +90,7 @@ class Batches:
         return self.streams[kind][start : start + self.plan.tokens + 1]
 
     def __call__(self, step: int) -> np.ndarray:
-        """[B, T + 1]: the tokens of step `step`, and one more to predict."""
+        """int32[B, T + 1]: the tokens of a step, and one more to predict."""
         first = step * self.plan.rows
         rows = [self.row(index) for index in range(first, first + self.plan.rows)]
         return np.stack(rows).astype(np.int32)
@@ -136,7 +136,7 @@ def train_step(
     rows: jax.Array,
     pieces: int,
 ) -> tuple[ArrayTree, jax.Array]:
-    """One update from rows [B, T + 1], each cut into `pieces` shorter contexts."""
+    """One update from rows, int32[B, T + 1], each cut into `pieces` shorter contexts."""
     batch, width = rows.shape[0] * pieces, (rows.shape[1] - 1) // pieces
     inputs = rows[:, :-1].reshape(batch, width)
     targets = rows[:, 1:].reshape(batch, width)
@@ -205,7 +205,7 @@ class Run:
         }
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Loss over all validation text, and per byte, which other tokenizers can compare."""
+        """Loss over all validation text, per token and in bits per byte (for any tokenizer)."""
         losses = self.losses(rows=10_000)
         bits = {
             kind: round(
@@ -223,12 +223,12 @@ class Run:
             file.write(line + "\n")
 
     def train(self, stop_at: int, minutes: float, save_every: int, eval_every: int) -> None:
-        """Go on to `stop_at` or until the time is over, whichever comes first; then save."""
+        """Trains until step `stop_at` or until the time is over, then saves."""
         start, recent = time.monotonic(), []
         while self.step < stop_at and time.monotonic() - start < 60 * minutes:
             decaying = self.step >= self.plan.decay_start()
             rows = (self.decay if decaying else self.stable)(self.step)
-            # Short contexts are cheaper; long ones are only needed to fix the late positions.
+            # Short contexts are cheaper. Only the late positions need long contexts.
             pieces = 1 if decaying else 2
             self.state, loss = train_step(self.model, self.optimizer, self.state, rows, pieces)
             self.step += 1
@@ -250,8 +250,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--steps", type=int, default=6200, help="the last quarter is the decay")
-    parser.add_argument("--stop-at", type=int, help="leave (resumably) after this step")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="leave after so long")
+    parser.add_argument("--stop-at", type=int, help="stop after this step; a later run resumes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--rows", type=int, default=8, help="rows of 512 tokens per step")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--save-every", type=int, default=200)
@@ -261,14 +261,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare_tokens(options: argparse.Namespace) -> None:
-    """Tokenize the text, unless an earlier start of this run has done so."""
+    """Tokenizes the text, unless this run has done so before."""
     if not (options.out / "tokens.npz").exists():
         documents = tiny_corpus.read_documents(options.data)
         tiny_corpus.build_tokens(documents, PRESETS[options.preset].vocab_size, options.out)
 
 
 def check_same_run(options: argparse.Namespace) -> None:
-    """Refuse to resume with settings under which old checkpoints mean something else."""
+    """Raises RunError if the folder's checkpoints were made with other settings."""
     path = options.out / "run.json"
     settings = {name: getattr(options, name) for name in ("preset", "rows", "optimizer")}
     if not path.exists():

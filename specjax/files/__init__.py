@@ -1,1 +1,1 @@
-"""Files: whole directories or nothing, JSON lines, digests."""
+"""Files: atomic directories, JSON lines, digests."""
