@@ -159,7 +159,7 @@ def validate(model: Llama, params: ArrayTree, stream: np.ndarray, tokens: int, r
     return float(np.mean(losses))
 
 
-class Run:
+class TrainingRun:
     """A training run in one folder: tokens, checkpoints, log and export."""
 
     def __init__(self, config: LlamaConfig, plan: Plan, out: Path) -> None:
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare_tokens(options)
         check_same_run(options)
-        run = Run(config, plan, options.out)
+        run = TrainingRun(config, plan, options.out)
         if options.export:
             run.save()
         else:

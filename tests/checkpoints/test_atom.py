@@ -1,4 +1,4 @@
-"""Atom's reordering and outliers: the same weight in another order, and finer where it counts."""
+"""Atom's reordering and outliers: the same weight in another order, with 8-bit outliers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUP = 64
 
 
 def statistics_of(x: np.ndarray) -> InputStatistics:
-    """Of inputs x: f32[M, K]."""
+    """The statistics of inputs x, f32[M, K]."""
     return InputStatistics(jnp.asarray(x.T @ x / len(x)), jnp.asarray(np.abs(x).mean(axis=0)))
 
 
@@ -51,7 +51,7 @@ def logits(params: Params, tokens: np.ndarray, activation: str = "a16") -> np.nd
 
 @pytest.fixture(scope="module")
 def inputs() -> np.ndarray:
-    """f32[64, K], of magnitudes from 0.1 to 10."""
+    """Inputs of magnitudes from 0.1 to 10, f32[64, K]."""
     rng = np.random.default_rng(0)
     magnitudes = np.exp(rng.uniform(np.log(0.1), np.log(10), K))
     return (rng.normal(size=(64, K)) * magnitudes).astype(np.float32)
@@ -191,7 +191,7 @@ def test_whole_models(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_4_bit_activations_err_less_on_real_weights() -> None:
-    """The model that ships, on text that it was not calibrated on: QuaRot and Atom beat RTN."""
+    """On text not used for calibration, QuaRot and Atom beat RTN with the shipped model."""
     params, tokenizer = specjax.load("tiny-16bit"), specjax.load_tokenizer("tiny-16bit")
     half = len(TEXT) // 2
     tokens = calibration_tokens(TEXT[:half], tokenizer, sequences=8, length=128)
@@ -199,7 +199,7 @@ def test_4_bit_activations_err_less_on_real_weights() -> None:
     expected = jax.nn.log_softmax(logits(params, other))
 
     def divergence(method: str, calibration: np.ndarray | None = None) -> float:
-        """Of the next token's distribution from the 16-bit model's, mean over the text."""
+        """The mean divergence of the next token's distribution from the 16-bit model's."""
         quantized = quantize(params, method, calibration=calibration)
         found = jax.nn.log_softmax(logits(quantized, other, "a4"))
         return float((jnp.exp(expected) * (expected - found)).sum(-1).mean())

@@ -35,7 +35,7 @@ def statistics_of(x: np.ndarray) -> InputStatistics:
     return InputStatistics(jnp.asarray(x.T @ x / len(x)), jnp.asarray(np.abs(x).mean(axis=0)))
 
 
-# The error of every ratio is that of the outputs on the inputs themselves, and so is their order.
+# The errors of all ratios equal the output errors on the inputs themselves, in order too.
 def test_ratio_is_the_best_of_all() -> None:
     x = inputs_of(96)
     w = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
@@ -115,7 +115,7 @@ def test_scales_leave_the_function(config: ModelConfig) -> None:
     assert np.abs(scaled.q.weight / layer.q.weight - 1).max() > 0.1
 
 
-# A bfloat16 norm cannot hold every quotient: the weights take up exactly what it lacks.
+# A bfloat16 norm cannot represent every quotient: the weights make up exactly for its rounding.
 def test_scales_know_the_rounded_norm() -> None:
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), random_model(CONFIG).layers[0])

@@ -1,4 +1,4 @@
-"""Calibration sees what the model computes, layer by layer, and takes its text as it should."""
+"""Calibration observes the model's own activations, layer by layer, and samples its text evenly."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Words:
         return [1, *map(int, text.split())]
 
 
-# Sequences are evenly spread from the text's beginning to its end, each begun as a text begins.
+# Sequences are evenly spread over the text, and each begins with the token that begins a text.
 def test_calibration_tokens() -> None:
     text = " ".join(map(str, range(10, 60)))
     tokens = calibration_tokens(text, Words(), sequences=3, length=11)

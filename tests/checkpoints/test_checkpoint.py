@@ -1,4 +1,4 @@
-"""A checkpoint gives back what was saved, bit for bit, and is never seen half written."""
+"""A checkpoint loads the saved model bit for bit, and readers never see a part of one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_round_trip_of_bits(tmp_path: Path) -> None:
     assert_same(checkpoint.load(tmp_path / "out"), params)
 
 
-# What was written from several devices is read by a process that has one.
+# A process with one device reads a checkpoint that several devices wrote.
 def test_load_does_not_need_the_writers_devices(tmp_path: Path) -> None:
     script = """
 import sys, jax, dataclasses
@@ -207,7 +207,7 @@ def test_damaged_weights_are_one_sentence(tmp_path: Path, damage: str) -> None:
     gc.collect()  # what Orbax leaves unfinished complains now and not in another test
 
 
-# Only a checkpoint is ever replaced, or an empty directory filled.
+# Saving replaces checkpoints and fills empty directories, nothing else.
 def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
     other = tmp_path / "notes"
     other.mkdir()
@@ -244,7 +244,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -
     assert_same(checkpoint.load(out), model("tied"))
 
 
-# Without an exchange of names there is a moment when only the backup exists; it is brought back.
+# Without an exchange of names, there is a moment when only the backup exists; it is restored.
 def test_recovery_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(atomic_directory, "_exchange", lambda *_: False)
@@ -277,7 +277,7 @@ def test_reading_removes_nothing(tmp_path: Path) -> None:
     assert neighbours[0].is_dir()
 
 
-# The next run removes what killed ones left, but not what another process is still writing.
+# The next run removes the directories of killed runs, but not one that is still being written.
 def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".out.tmp-dead").mkdir()
     (tmp_path / ".out.tmp-dead" / "weights").write_text("half")
@@ -291,7 +291,7 @@ def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# A directory that another process takes for abandoned before it is locked is made anew.
+# A directory that another process removes before it is locked is made again.
 @pytest.mark.parametrize("moment", ["locked", "opened", "removed"])
 def test_taken_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -321,7 +321,7 @@ def test_taken_before_it_is_locked(
     assert (tmp_path / "out" / "file").read_text() == "whole"
 
 
-# Where the file system knows no locks, writing works and leaves what others may still be writing.
+# On file systems without locks, writing works and keeps directories that may still be in use.
 def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -341,7 +341,7 @@ class Converter:
     out: Path
 
     def run(self, kill_after: float | None = None) -> float:
-        """Converts, killed so many seconds after it begins to write. Returns the writing's time."""
+        """Converts, killed so many seconds after writing began. Returns the time of writing."""
         script = (
             "import sys; from checkpoints_tools.conversion import convert;"
             "convert(sys.argv[1], sys.argv[2], quantization='rtn', progress=False)"
@@ -363,7 +363,7 @@ class Converter:
         return elapsed
 
 
-# Whenever a conversion is killed, its output is the old checkpoint whole, the new one, or none.
+# Whenever a conversion is killed, it leaves the whole old checkpoint, the whole new one, or none.
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     converter = Converter(write_model(tmp_path / "source"), tmp_path / "out")
     writing = converter.run()

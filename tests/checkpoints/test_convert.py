@@ -1,4 +1,4 @@
-"""Conversion from Hugging Face directories: what comes out, and one sentence for what cannot."""
+"""Conversion from Hugging Face directories: its results, and one sentence for each refusal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_same(left: Params, right: Params) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-# Every tensor comes to its place, from shards or from one file.
+# Every tensor is loaded to its place, from shards or from one file.
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_load_huggingface(tmp_path: Path, shards: int) -> None:
     write_config(tmp_path, **EVERYTHING)
@@ -71,14 +71,14 @@ def test_load_huggingface(tmp_path: Path, shards: int) -> None:
     assert layer.gate.bias is None
 
 
-# Converted without quantization, a model is what reading the source directly gives.
+# Converted without quantization, a model equals the one that load reads from the source.
 def test_convert_unquantized(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", **EVERYTHING)
     convert(source, tmp_path / "out", progress=False)
     assert_same(load(tmp_path / "out"), load(source))
 
 
-# Converted with quantization, it is what quantizing it in memory gives.
+# Converted with quantization, it equals the model quantized in memory.
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("lm_head", [False, True])
 def test_convert_quantized(tmp_path: Path, tied: bool, lm_head: bool) -> None:
@@ -192,7 +192,7 @@ def to_pickles(path: Path) -> None:
     (path / "pytorch_model.bin").touch()
 
 
-# Whatever is wrong with a source is one sentence that names it, and nothing is written.
+# A faulty source is refused in one sentence that names it, and nothing is written.
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [
@@ -329,7 +329,7 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
 
 
-# The tokenizer comes along, adds what it itself adds, and cuts and pads nothing.
+# The tokenizer is copied, adds its own special tokens, and neither truncates nor pads.
 def test_tokenizer(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source")
     write_tokenizer(source)
@@ -362,7 +362,7 @@ def test_sentencepiece_tokenizer(tmp_path: Path, data: Path) -> None:
     assert tokenizer.decode(ids[:1]) == ""
 
 
-# A real model's logits are those of Hugging Face's torch implementation.
+# A real model's logits equal those of Hugging Face's torch implementation.
 def test_real_model_logits(data: Path) -> None:
     path = data / "models" / "stories260K" / "hf"
     params = load(path)

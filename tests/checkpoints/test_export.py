@@ -1,4 +1,4 @@
-"""Export to Hugging Face directories: what is read again has the same bits, and others read it."""
+"""Export to Hugging Face directories: reading gives the same bits, and other libraries read it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def model(kinds: dict[str, str] | str, head: bool = False, **changes: Any) -> Pa
     return params_from_weights(config, weights)
 
 
-# What was exported is read as it was: weights, scales' dtypes, zeros, configuration.
+# An exported model is read unchanged: weights, scales' dtypes, zeros, configuration.
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_round_trip(tmp_path: Path, kind: str) -> None:
     params = model(kind, head=kind == "int4 zeros")
@@ -131,7 +131,7 @@ def test_command(
     assert "exists; give a new path" in capsys.readouterr().err
 
 
-# The configuration of every family comes back as it was.
+# The configuration of every family is read unchanged.
 @pytest.mark.parametrize("name", NAMES)
 def test_config_round_trip(tmp_path: Path, name: str) -> None:
     config = read_config(GOLDEN / name)
@@ -144,7 +144,7 @@ def changed(params: Params, weight: Quantized) -> Params:
     return params_from_weights(params.config, weights)
 
 
-# What the format cannot hold is said in one sentence, and nothing is written.
+# A weight that the format cannot represent is refused in one sentence, and nothing is written.
 def test_refusals(tmp_path: Path) -> None:
     params, d = random_model(SMALL), SMALL.hidden_size
     order = jnp.arange(d, dtype=jnp.int32)[::-1]

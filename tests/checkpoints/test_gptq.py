@@ -1,4 +1,4 @@
-"""GPTQ does what its recursion says, and errs less than rounding to nearest."""
+"""GPTQ follows its recursion, and its error is smaller than that of rounding to nearest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.weight_values import dequantize
 
 
 def problem(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A weight f32[N, K] and the second moment f32[K, K] of inputs that hang together."""
+    """A weight f32[N, K] and the second moment f32[K, K] of correlated inputs."""
     rng = np.random.default_rng([n, k, seed])
     inputs = rng.normal(size=(2 * k, k)) @ rng.normal(size=(k, k)) * rng.uniform(0.1, 3, k)
     moment = inputs.T @ inputs / len(inputs)
@@ -89,7 +89,7 @@ def test_gptq_errs_less_than_nearest() -> None:
     assert output_error(w, round_by_gptq(jnp.asarray(w), jnp.asarray(h)), h) < 0.7 * nearest
 
 
-# Inputs that do not hang together leave nothing to make up for; nor do inputs never seen.
+# Uncorrelated inputs leave nothing to compensate, nor do inputs that are always zero.
 @pytest.mark.parametrize("moment", [np.eye(96), np.zeros((96, 96))])
 def test_gptq_without_correlations_rounds_to_nearest(moment: np.ndarray) -> None:
     w, _ = problem(8, 96)
@@ -97,7 +97,7 @@ def test_gptq_without_correlations_rounds_to_nearest(moment: np.ndarray) -> None
     np.testing.assert_array_equal(weight.packed, round_to_nearest(jnp.asarray(w), 32).packed)
 
 
-# An input that was never seen neither gives nor takes: the others come out as they do without it.
+# An input that is always zero does not affect the others.
 def test_gptq_unseen_input() -> None:
     w, h = problem(8, 64)
     h[40], h[:, 40], w[:, 40] = 0, 0, 1
@@ -134,7 +134,7 @@ def test_gptq_refusals() -> None:
         round_by_gptq(jnp.asarray(w), jnp.asarray(h), 32, bits=5)
 
 
-# Thousands of columns are one rolled loop: the program does not grow with them.
+# Thousands of columns are one rolled loop: the program does not grow with their number.
 def test_gptq_program_size() -> None:
     def lines(k: int) -> int:
         weight, factor = (jax.ShapeDtypeStruct((rows, k), jnp.float32) for rows in (4, k))

@@ -126,7 +126,7 @@ WITHOUT_ZEROS = (
 )  # fmt: skip
 
 
-# Every weight equals what its format's own rule gives; what is not quantized is read as plain.
+# Every weight equals what its format's own rule gives; unquantized weights are plain.
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_exact(tmp_path: Path, case: str) -> None:
     config, packer, kind, fields = CASES[case]
@@ -147,7 +147,7 @@ def test_weights_are_exact(tmp_path: Path, case: str) -> None:
         np.testing.assert_array_equal(plain_values(array), tensors[name])
 
 
-# Inputs stay where they are unless their groups do not follow one another.
+# Inputs keep their order unless their groups are not consecutive.
 def test_order_only_where_it_is_needed(tmp_path: Path) -> None:
     for case, ordered in (("gptq act-order", True), ("gptq channel", False), ("gptq v1", False)):
         config, packer, _, fields = CASES[case]
@@ -155,7 +155,7 @@ def test_order_only_where_it_is_needed(tmp_path: Path) -> None:
         assert (load(tmp_path / case).layers[0].down.weight.order is not None) == ordered
 
 
-# A quantized head is read, and where the embedding served as the head, it no longer does.
+# A quantized head is read, and a tied embedding no longer serves as the head.
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantized_head(tmp_path: Path, tied: bool) -> None:
     packer = packers.gptq(4, 128, symmetric=False, stored_version=1)
@@ -166,7 +166,7 @@ def test_quantized_head(tmp_path: Path, tied: bool) -> None:
     np.testing.assert_array_equal(dequantized(params.lm_head.weight), expected["lm_head"])
 
 
-# Patterns say which layers have which scheme; a layer that none has is plain.
+# Patterns assign schemes to layers; a layer without a scheme is plain.
 def test_schemes_by_pattern(tmp_path: Path) -> None:
     def group(targets: str, bits: int, group_size: int) -> dict[str, Any]:
         config = packers.compressed_tensors_config(bits, group_size, True)
@@ -191,7 +191,7 @@ def test_schemes_by_pattern(tmp_path: Path) -> None:
     np.testing.assert_array_equal(plain_values(weight_of(params, name)), values)
 
 
-# Converting keeps what loading gives, scales in the file's dtype included.
+# A converted model equals the loaded one, with scales in the file's dtype.
 @pytest.mark.parametrize("case", ["gptq act-order", "packed 8 bits asymmetric"])
 def test_convert(tmp_path: Path, case: str) -> None:
     config, packer, _, fields = CASES[case]
@@ -239,7 +239,7 @@ def test_decode_is_exact(tmp_path: Path, case: str) -> None:
     assert drafted.stats.drafted.min() > 0
 
 
-# AutoGPTQ's biases of zeros are not the model's; any other value is a contradiction.
+# AutoGPTQ's zero biases are ignored; any other value is a contradiction.
 def test_biases_of_zeros(tmp_path: Path) -> None:
     packer = packers.gptq(4, 128, symmetric=False, stored_version=1, bias=True)
     write_quantized(tmp_path, GPTQ, all_but_head(packer))

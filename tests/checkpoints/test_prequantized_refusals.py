@@ -44,7 +44,7 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
     return damage
 
 
-# Whatever contradicts itself or is not supported is one sentence that names it.
+# Contradictions and unsupported options are refused in one sentence that names them.
 @pytest.mark.parametrize(
     ("config", "packer", "damage", "message"),
     [
@@ -190,7 +190,7 @@ def test_refusals_are_one_sentence(
     assert "\n" not in str(refusal.value)
 
 
-# A model that says it is quantized and is not.
+# A model has a quantization_config, but no quantized tensor.
 def test_nothing_is_quantized(tmp_path: Path) -> None:
     write_config(tmp_path, **ODD, quantization_config=GPTQ)
     write_tensors(tmp_path, random_tensors(tmp_path))

@@ -1,4 +1,4 @@
-"""Packing loses nothing, and round-to-nearest loses what its scale allows and no more."""
+"""Packing is lossless, and the error of round-to-nearest is at most half a scale."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_rtn_scale(w: np.ndarray, group_size: int | None) -> None:
     assert not scales[:, groups:].any()
 
 
-# The range is symmetric, -7 … 7, and so -w quantizes to the negated integers.
+# The range is symmetric, -7 … 7, so -w quantizes to the negated integers.
 @few
 @given(matrices)
 def test_rtn_is_symmetric(w: np.ndarray) -> None:
@@ -136,7 +136,7 @@ def test_rtn_zero_groups() -> None:
     np.testing.assert_allclose(restored[0, 128:256], w[0, 128:256], atol=1 / 14 + 1e-3)
 
 
-# What is representable survives: quantizing the dequantized gives the same integers and scales.
+# Quantizing a dequantized weight gives the same integers and scales.
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_rtn_is_idempotent(group_size: int | None) -> None:
     w = jax.random.normal(jax.random.key(0), (16, 300))
@@ -196,7 +196,7 @@ def test_quantize_head(model: Params) -> None:
     assert quantized.embedding is model.embedding
 
 
-# A tied model's head becomes a quantized copy of its embedding, which stays for look-ups.
+# A tied model's head becomes a quantized copy of its embedding; look-ups keep the original.
 def test_quantize_tied_head(model: Params) -> None:
     quantized = quantize(tied(model), lm_head=True)
     assert not quantized.config.tie_word_embeddings
@@ -224,8 +224,8 @@ def logits(params: Params) -> np.ndarray:
     return np.asarray(forward(params, jnp.asarray(TOKENS), positions, cache)[0])
 
 
-# Every method gives its format for every linear layer and the head, and a model that still says
-# what it said, as far as 4 bits of random weights can: a wrong scale or rotation leaves no trace.
+# Every method gives its format to every linear layer and the head. The model's output stays as
+# close as 4 bits of random weights allow; after a wrong scale or rotation it would be unrelated.
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(model: Params, method: str) -> None:
     calibration = TOKENS if Recipe(method).needs_calibration else None
@@ -238,7 +238,7 @@ def test_methods(model: Params, method: str) -> None:
     assert 0.8 < correlation < 1
 
 
-# Three and two bits are integers of at most 3 and 1, at four bits' storage.
+# Weights of 3 and 2 bits are integers of at most 3 and 1 in 4-bit storage.
 @pytest.mark.parametrize(("bits", "limit"), [(3, 3), (2, 1)])
 @pytest.mark.parametrize("method", ["rtn", "rtn-clip", "gptq"])
 def test_fewer_bits(model: Params, method: str, bits: int, limit: int) -> None:
@@ -249,7 +249,7 @@ def test_fewer_bits(model: Params, method: str, bits: int, limit: int) -> None:
     assert weight.nbytes == quantize(model).layers[0].up.weight.nbytes
 
 
-# 8 bits: half a step at most, of 127 steps.
+# With 8 bits, the error is at most half a step of 127.
 def test_int8_error_bound() -> None:
     w = jax.random.normal(jax.random.key(0), (16, 300))
     weight = round_to_nearest(w, 64, bits=8)
@@ -277,7 +277,7 @@ def test_clip_is_the_best_of_all(bits: int) -> None:
 
 
 def library_text(package: str) -> str:
-    """The library's own source: Python, of which the shipped model has read much."""
+    """The library's own source. The shipped model was trained on Python."""
     return "\n".join(file.read_text() for file in sorted((ROOT / package).glob("*.py")))
 
 

@@ -97,7 +97,7 @@ class CutError(Exception):
 
 
 # The finished layers are not computed again, and the hidden states behind them are the same bits:
-# from the second layer on, a run needs the first one's weights no more.
+# from the second layer on, a run no longer needs the first one's weights.
 def test_resumed_from_the_folder(tmp_path: Path) -> None:
     params, recipe = random_model(), Recipe("act-order+gptq", 32)
     weights = named_weights(params)
@@ -149,7 +149,7 @@ def test_working_folders(tmp_path: Path) -> None:
     assert not leftovers(tmp_path / "out")
 
 
-# Once the checkpoint is whole, runs given up with other keys leave nothing; one that is still at
+# Once the checkpoint is whole, the folders of abandoned runs are removed. A run that is still at
 # work and the folders of checkpoints with similar names stay.
 def test_given_up_folders(tmp_path: Path) -> None:
     layer = random_model().layers[0]

@@ -1,4 +1,4 @@
-"""QuaRot's rotations leave every model's function as it is, and make it quantize better."""
+"""QuaRot's rotations change no model's function and reduce its quantization error."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SHAPES = {
 
 
 class Unrounded(Recipe):
-    """A recipe that leaves every weight as the transforms made it."""
+    """A recipe that transforms weights and does not round them."""
 
     def round(self, name: str, weight: jax.Array, statistics: Any = None) -> jax.Array:
         return weight
 
 
 def rotate(params: Params) -> Params:
-    """The rotated model before anything is rounded, but to the model's own dtype."""
+    """The rotated model, not quantized, in the model's own dtype."""
     recipe = Unrounded("quarot")
     config = quantized_config(params.config, recipe, lm_head=False)
     weights = quantize_layers(named_weights(params).items(), params.config, recipe)
@@ -54,7 +54,7 @@ def rotate(params: Params) -> Params:
 
 
 def logits(params: Params, activation: str = "a16", cache_bits: int = 16) -> np.ndarray:
-    """f32[B, T, V] of random tokens."""
+    """Logits of random tokens, f32[B, T, V]."""
     config = params.config
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 24))
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
@@ -161,7 +161,7 @@ def test_drafting_does_not_change_greedy_output(
 
 
 def test_a_quantized_cache_holds_rotated_keys_better() -> None:
-    """Two features of every key thirty times as large, and those of the queries as much smaller."""
+    """Scales two features of every key by 30, and the same features of the queries by 1 / 30."""
     params, half = random_model(), CONFIG.head_dim // 2
 
     def scaled(linear: Linear, factor: float) -> Linear:

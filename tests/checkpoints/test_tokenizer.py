@@ -58,7 +58,7 @@ def test_no_template(folder: Path) -> None:
             tokenizer.chat(MESSAGES[:1])
 
 
-# Programs and results that were made with one are those of the other.
+# Equal tokenizers share compiled programs and results.
 def test_equal_contents_are_equal_tokenizers(folder: Path) -> None:
     tiny, copy = specjax.load_tokenizer("tiny"), specjax.load_tokenizer(folder)
     assert tiny == copy and hash(tiny) == hash(copy) and repr(tiny) == repr(copy)

@@ -1,4 +1,4 @@
-"""The training script learns, survives being killed, and exports what it trained."""
+"""The training script learns, survives being killed, and exports its model."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(data: Path, out: Path, *more: str) -> int:
-    """Exit status of the script, started on a run of 20 steps or what is left of it."""
+    """The exit status of the script for a run of 20 steps, or for the rest of it."""
     options = ["--data", str(data), "--out", str(out), "--preset", "micro", "--steps", "20"]
     return train_tiny.main([*options, "--save-every", "10", *more])
 
 
 def full_precision(out: Path) -> dict:
     plan = train_tiny.Plan(20, 8, MICRO.max_position_embeddings, "muon")
-    return train_tiny.Run(MICRO, plan, out).state["params"]
+    return train_tiny.TrainingRun(MICRO, plan, out).state["params"]
 
 
 @pytest.mark.exhaustive
