@@ -41,7 +41,13 @@ def emulator(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("module", "products"), [("test_matmul.py", 2), ("test_cpu_attention.py", 1)]
 )
-def test_by_tiles(module: str, products: int, emulator: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "selection",
+    ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)],
+)
+def test_by_tiles(
+    module: str, products: int, selection: str, emulator: Path, tmp_path: Path
+) -> None:
     """products: how many kinds there are, of integers and of bfloat16."""
     # Against float64, whatever the number of rows, and integers as on other instruction sets.
     # float32 knows no tiles. The handler of faults that pytest brings would replace the emulator's.
@@ -52,8 +58,8 @@ def test_by_tiles(module: str, products: int, emulator: Path, tmp_path: Path) ->
         "SPECJAX_AMX_EMULATED": "1",
     }
     options = ["-n", "0", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, f"tests/{module}"]
-    command += ["-k", "avx512_amx and not float32"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/kernels/{module}"]
+    command += ["-k", "avx512_amx and not float32", "-m", selection]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
         pytest.skip("the library was built by a compiler that knows no tile products")
