@@ -28,12 +28,11 @@ def main() -> None:
         return result.tokens[0]
 
     sampling = specjax.Sampling(temperature=0.8, top_p=0.9)
-    print(f"one sample: {tokenizer.decode(sample(jax.random.key(0), sampling))!r}")
 
     # vmap over keys: three samples of one prompt as one program.
     keys = jax.random.split(jax.random.key(1), 3)
     for tokens in jax.vmap(partial(sample, sampling=sampling))(keys):
-        print(f"vmapped: {tokenizer.decode(tokens)!r}")
+        print(f"sample: {tokenizer.decode(tokens)!r}")
 
     # Greedy output does not depend on the drafter, jitted or not.
     plain = specjax.decode(params, prompt, max_new_tokens=16, drafter=specjax.Autoregressive())
