@@ -136,6 +136,7 @@ def test_greedy_output_does_not_change(name: str) -> None:
         assert int(jnp.sum(level.accepted)) > 0, "nothing was ever accepted"
 
 
+@pytest.mark.exhaustive
 def test_both_sources_count() -> None:
     """A corpus knows one row's text, the window guesses in all: fewer passes than either needs."""
 

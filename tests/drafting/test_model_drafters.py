@@ -79,7 +79,9 @@ def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -
     assert (result.stats.accepted <= result.stats.drafted).all()
 
 
-@pytest.mark.parametrize("name", ["a cast", "two levels", "three levels"])
+@pytest.mark.parametrize(
+    "name", representatives(["a cast", "two levels", "three levels"], "two levels")
+)
 def test_a_drafts_own_cache_is_what_its_model_writes(name: str) -> None:
     """However often drafts were rejected: entries of committed tokens are the drafting model's."""
     drafter = DRAFTERS[name]
@@ -141,7 +143,9 @@ def test_an_unsure_draft_ends_at_once() -> None:
     assert (result.stats.drafted == result.stats.rounds).all()
 
 
-@pytest.mark.parametrize("name", ["a cast", "adaptive", "two levels"])
+@pytest.mark.parametrize(
+    "name", representatives(["a cast", "adaptive", "two levels"], "two levels")
+)
 def test_caches_are_updated_in_place(name: str) -> None:
     """A round's temporaries do not grow with the caches, also where the pass has several widths."""
     drafter = DRAFTERS[name]
