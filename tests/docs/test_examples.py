@@ -28,6 +28,7 @@ def test_example_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("guide", GUIDES)
 def test_guide_runs(guide: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / f"{guide}.md"
