@@ -116,7 +116,9 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
 def read_drafter(options: argparse.Namespace) -> DrafterOptions:
     """The choice that the options make. Raises ValueError where a field is given twice."""
     values = {field: getattr(options, flag) for field, flag in _FLAGS.items()}
-    fields = {name: value for name, value in values.items() if value not in (None, False)}
+    fields = {
+        name: value for name, value in values.items() if not (value is None or value is False)
+    }
     for name, value in options.draft_option:
         if name in fields:
             raise ValueError(f"--draft-option {name}={value}: {name} is given twice")

@@ -80,7 +80,7 @@ def read_options(
     check_cache_bits(cache_bits)
     chosen = DrafterOptions(
         drafter,
-        {name: value for name, value in fields.items() if value not in (None, False)},
+        {name: value for name, value in fields.items() if value is not None},
         [draft] if isinstance(draft, str) else draft,
         draft_lm_head,
     )

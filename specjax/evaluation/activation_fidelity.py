@@ -1,7 +1,7 @@
-"""How alike a model's predictions are at two activation precisions (QSpec section 2.2, figure 2).
+"""Compares a model's predictions at two activation precisions (QSpec section 2.2, figure 2).
 
-The precise model writes; the other reads what it wrote, in one pass. What it would have drafted at
-each place, and how probable it finds the precise model's token there, says how often drafts will be
+The precise model writes, and the other precision reads the text in one pass. Its most probable
+token at each place, and its probability of the precise model's token, show how often drafts will be
 accepted, without any drafting.
 """
 
@@ -24,9 +24,9 @@ from specjax.model.params import Params
 class Fidelity:
     """One entry per generated token, over all prompts.
 
-    precise, drafted: f32[n], probabilities of the token under "a16" and under the draft's
+    precise, drafted: f32[n], the token's probabilities under "a16" and under the draft's
         activation precision.
-    accepted: bool[n], whether the draft's most probable token is the same.
+    accepted: bool[n], whether the token is the draft's most probable one.
     """
 
     precise: np.ndarray
@@ -34,7 +34,7 @@ class Fidelity:
     accepted: np.ndarray
 
     def summary(self) -> dict[str, float]:
-        """The figure in numbers: shares of tokens, and the mean gap of their probabilities."""
+        """Shares of tokens, and the mean difference of their probabilities."""
         return {
             "tokens": len(self.precise),
             "accepted": float(self.accepted.mean()),
@@ -60,11 +60,11 @@ def fidelity(
       params: a quantized model.
       prompts: token ids of every prompt.
       activation: the draft's activation precision, "a8" or "a4".
-      max_new_tokens: tokens that the precise model writes after each prompt, at most.
+      max_new_tokens: most tokens that the precise model writes after each prompt.
       rows: prompts per pass.
 
     Returns:
-      Probabilities and agreement for every token written.
+      Probabilities and agreement for every token that was written.
 
     Raises:
       ValueError: an argument is out of its range.

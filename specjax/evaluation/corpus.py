@@ -1,7 +1,7 @@
-"""Makes a datastore of a corpus: the texts that the target finds the least surprising.
+"""Makes a datastore of a corpus: the texts with the lowest perplexity under the target.
 
-SPECTRA-RETRIEVAL's refinement (section 3.2): perplexity of every text under the target, the lowest
-kept. Scores are kept on disk as they come; a run that is killed goes on where it stopped.
+This is SPECTRA-RETRIEVAL's refinement (section 3.2). Scores are written to disk as they come, and a
+killed run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specjax.model.params import Params
 
 TEXT_FIELDS = ("text", "content", "prompt", "question", "problem")  # of a JSON line
 _WIDTH = 32  # sequences are padded to multiples of this
-_SHORTEST = 4  # tokens that are worth a look-up
+_SHORTEST = 4  # shorter texts are dropped: they hold next to nothing to look up
 
 
 def build_datastore(
@@ -39,13 +39,13 @@ def build_datastore(
 
     Args:
       params: the target.
-      tokenizer: the target's.
-      corpus: a text file, whose paragraphs are its texts, or JSON lines with one of TEXT_FIELDS;
-        either may be gzipped.
+      tokenizer: the target's tokenizer.
+      corpus: a text file, each paragraph a text, or JSON lines with one of TEXT_FIELDS; either may
+        be gzipped.
       out: a directory; it is written whole or not at all.
-      keep: sequences to keep; None for all.
-      refine: keep those of the lowest perplexity; False: the first ones, for comparison.
-      length: tokens per sequence; longer texts are cut.
+      keep: sequences to keep; None: all.
+      refine: keep the sequences of the lowest perplexity; False: the first ones, for comparison.
+      length: tokens per sequence; longer texts are cut into several.
       rows: sequences per pass.
       progress: called with the sequences scored and the sequences in all.
 
@@ -53,7 +53,7 @@ def build_datastore(
       The datastore.
 
     Raises:
-      ValueError: the corpus is empty or no text, or an argument is out of its range.
+      ValueError: the corpus is empty or is not text, or an argument is out of its range.
     """
     for name, value in (("keep", 1 if keep is None else keep), ("rows", rows)):
         if value < 1:
@@ -87,14 +87,14 @@ def score_sequences(
 ) -> np.ndarray:
     """Mean negative log-likelihood of every sequence, in nats per token: f32[n].
 
-    `path` holds the scores so far, NaN for those that are missing.
+    `path` is the file of the scores so far, with NaN for the missing ones.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         np.full(len(sequences), np.nan, np.float32).tofile(path)
     scores = np.memmap(path, np.float32, "r+", shape=(len(sequences),))
     lengths = np.array([len(sequence) for sequence in sequences])
-    order = np.argsort(lengths, kind="stable")  # so that passes hold little padding
+    order = np.argsort(lengths, kind="stable")  # similar lengths together: less padding
     missing = order[np.isnan(scores[order])]
     for first in range(0, len(missing), rows):
         chosen = missing[first : first + rows]
@@ -112,7 +112,7 @@ def score_sequences(
 
 
 def tokenize(tokenizer: Tokenizer, corpus: Path, length: int) -> list[np.ndarray]:
-    """Every text of the corpus in pieces of at most `length` tokens."""
+    """Tokenizes every text of the corpus and cuts it into pieces of at most `length` tokens."""
     sequences = []
     for text in _texts(corpus):
         tokens = np.asarray(tokenizer.encode(text), np.int32)

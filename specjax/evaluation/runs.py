@@ -1,9 +1,9 @@
-"""Results that outlive the process: a file that a killed run is taken up from.
+"""Results that outlive the process: a killed run continues from its file.
 
-The first line holds what decides the results, every other one the record of an item, written and
-synchronized to disk as soon as it is known. A run that is killed leaves whole lines and at most one
-torn one, which the next run drops. A run that ends puts the lines into the order of the items, in
-one step: then the file is byte for byte that of a run that was never killed.
+The first line holds the settings that decide the results. Every other line holds the record of an
+item, and is synchronized to disk as soon as it is known. A killed run leaves whole lines and at
+most one torn line, which the next run drops. A run that ends puts the lines into the order of the
+items in one step: the file is then byte for byte that of a run that was never killed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _HEAD = "specjax_results"
 class Results:
     """The records of a run, in memory and, with a path, in a file.
 
-    records: by task and id.
+    records: the records by task and id.
 
     Args:
       path: the file; None: memory alone.
-      settings: what decides the results, as JSON can hold it.
+      settings: the settings that decide the results, as JSON can hold them.
 
     Raises:
-      ValueError: another process writes to the file, or it is something else than results, or those
-        of other settings.
+      ValueError: another process writes to the file, or it holds anything else, or results of other
+        settings.
     """
 
     def __init__(self, path: Path | None, settings: Record) -> None:
@@ -48,12 +48,12 @@ class Results:
                 raise
 
     def add(self, record: Record) -> None:
-        """Keeps the record of an item, which has its `task` and `id`."""
+        """Keeps the record of an item; it holds a `task` and an `id`."""
         self.records[record["task"], record["id"]] = record
         self._write(record)
 
     def finish(self, order: Iterable[tuple[str, str]]) -> None:
-        """Writes the file anew, the records of a finished run in this order."""
+        """Rewrites the file with the records of a finished run in this order."""
         if self._path is None:
             return
         temporary = self._path.with_name(f".{self._path.name}.sorted")
@@ -77,11 +77,11 @@ class Results:
         self.close()
 
     def _take_up(self, path: Path) -> None:
-        """Reads what an earlier run left, and cuts off a torn last line."""
+        """Reads the records of an earlier run, and cuts off a torn last line."""
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if not whole and not _line(self._head).startswith(data):
-            raise ValueError(f"{path} holds no results of specjax evaluate: give another file")
+            raise ValueError(f"{path} does not hold results of specjax evaluate: give another file")
         for number, line in enumerate(whole.splitlines(), start=1):
             record = _parsed(path, number, line)
             if number == 1:
@@ -120,7 +120,7 @@ def _locked(path: Path) -> int:
 
 
 def _parsed(path: Path, number: int, line: bytes) -> Record:
-    """The head, or the record of an item."""
+    """The first line, or the record of an item."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -128,7 +128,7 @@ def _parsed(path: Path, number: int, line: bytes) -> Record:
     needed = (_HEAD,) if number == 1 else ("task", "id")
     if not isinstance(record, dict) or not all(name in record for name in needed):
         raise ValueError(
-            f"line {number} of {path} is no result of specjax evaluate: give another file"
+            f"line {number} of {path} is not a result of specjax evaluate: give another file"
         )
     return record
 

@@ -1,10 +1,10 @@
 """Runs a program that a model wrote, in a process that can do little harm.
 
-Everywhere: a process group of its own that is killed as a whole, an empty folder to work in, no
-input, no environment, and limits on seconds, memory, file sizes and processes; on Linux it starts
-no other process at all. Where Linux allows namespaces too (`Outcome.isolated`), it has no network,
-no power over other processes, and no file to write to but those in its folder. It is a fence
-against accidents, such as code that removes files or never ends, and no prison for an attacker.
+On every system the program has its own process group, which is killed as a whole, an empty folder
+to work in, no input, no environment, and limits on seconds, memory, file sizes and processes. On
+Linux it cannot start another process. Where Linux also allows namespaces (`Outcome.isolated`), it
+has no network, cannot signal other processes, and writes to its own folder only. The sandbox guards
+against accidents, such as code that removes files or never ends; it does not stop an attacker.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _GRACE = 2.0  # seconds for the interpreters to start and the namespaces to be m
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """The outcome of a program.
 
-    passed: it ran to its end without an exception.
-    reason: the exception's name and message, or what stopped the program; "" where it passed.
-    isolated: namespaces kept it from the network and from other files.
+    passed: whether it ran to its end without an exception.
+    reason: the exception's name and message, or why it was stopped; "" where it passed.
+    isolated: whether namespaces kept it from the network and from other files.
     """
 
     passed: bool
@@ -41,11 +41,11 @@ def run(program: str, *, seconds: int = 5, megabytes: int = 512) -> Outcome:
 
     Args:
       program: its source.
-      seconds: of processor time, and of time on the clock.
-      megabytes: of memory per process, and a sixteenth of them of files.
+      seconds: limit of processor time, and of elapsed time.
+      megabytes: limit of memory per process; files may hold a sixteenth of it.
 
     Returns:
-      What became of it. A program that leaves by itself, as by `sys.exit`, has not passed.
+      The outcome. A program that exits by itself, as by `sys.exit`, has not passed.
     """
     with tempfile.TemporaryDirectory(prefix="specjax-sandbox-") as folder:
         keeper = subprocess.Popen(
@@ -65,10 +65,10 @@ def run(program: str, *, seconds: int = 5, megabytes: int = 512) -> Outcome:
 
 
 def _outcome(report: bytes, seconds: int) -> Outcome:
-    """From the keeper's lines: whether namespaces were made, and the program's own last word."""
-    first, _, word = report.decode(errors="replace").partition("\n")
+    """Reads the keeper's report: whether namespaces were made, and how the program ended."""
+    first, _, last = report.decode(errors="replace").partition("\n")
     isolated = first == "isolated"
-    if not word:
-        return Outcome(False, f"stopped: more than {seconds} s, or it left by itself", isolated)
-    reason = json.loads(word)
+    if not last:
+        return Outcome(False, f"stopped: more than {seconds} s, or it exited by itself", isolated)
+    reason = json.loads(last)
     return Outcome(reason == "", reason, isolated)

@@ -1,8 +1,8 @@
-"""The process around a program in the sandbox: fences itself in, then becomes the program's.
+"""The sandbox's process: it isolates and limits itself, then runs the program.
 
-A script of its own that imports nothing but the standard library. Arguments: the folder, seconds,
-megabytes. The program comes on the standard input; on the standard output go a line that says how
-it is fenced in, and the program's last word: "" or the exception that ended it, in JSON.
+This is a script that imports the standard library alone. Its arguments are the folder, seconds and
+megabytes. It reads the program from standard input. It writes to standard output one line,
+"isolated" or "limited", and then how the program ended: "" or the exception, in JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 FORKS = {"x86_64": (57, 58), "aarch64": ()}
 
 NOBODY = 65534
-PROCESSES = 16  # and threads, where the system counts a user's own
+PROCESSES = 16  # threads included, where the system counts them per user
 
 PROGRAM = """
 import json, os, sys
@@ -52,7 +52,7 @@ def main() -> None:
     isolated = _isolate(libc, folder, megabytes)
     os.write(1, b"isolated\n" if isolated else b"limited\n")
     if isolated:
-        _continue_in_child(libc)  # the first process of the namespace: all others end with it
+        _continue_in_child(libc)  # as first process of the namespace: the others end with it
         _continue_in_child(libc)
     _limit(seconds, megabytes)
     _forbid_processes(libc)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _isolate(libc: ctypes.CDLL, folder: str, megabytes: int) -> bool:
-    """Namespaces without network, and with a file system that is read-only but for the folder."""
+    """Enters namespaces without a network, where the folder alone can be written to."""
     user, group = os.geteuid(), os.getegid()
     try:
         if libc.unshare(NAMESPACES) != 0:
@@ -74,7 +74,7 @@ def _isolate(libc: ctypes.CDLL, folder: str, megabytes: int) -> bool:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     except (AttributeError, OSError):
-        return False  # another system, or one that allows no namespaces
+        return False  # not Linux, or namespaces are not allowed
     size = f"size={megabytes // 16}m".encode()
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
     return bool(
@@ -85,7 +85,7 @@ def _isolate(libc: ctypes.CDLL, folder: str, megabytes: int) -> bool:
 
 
 def _continue_in_child(libc: ctypes.CDLL) -> None:
-    """Returns in a child that dies with this process, which waits for it and leaves."""
+    """Forks. Returns in the child, which dies with its parent; the parent waits and exits."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -102,11 +102,11 @@ def _limit(seconds: int, megabytes: int) -> None:
         try:
             resource.setrlimit(getattr(resource, name), (limit, limit))
         except (AttributeError, OSError, ValueError):
-            continue  # macOS has not all of them
+            continue  # macOS lacks some of them
 
 
 def _forbid_processes(libc: ctypes.CDLL) -> None:
-    """From here on this process starts threads and no other process: a filter of system calls."""
+    """Installs a filter of system calls: this process may start threads, but no process."""
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in CLONE:
         return
@@ -121,7 +121,7 @@ def _forbid_processes(libc: ctypes.CDLL) -> None:
         (JUMP_IF_ANY_BIT, 0, 1, CLONE_THREAD),
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, FAIL | errno.EPERM),
-        (RETURN, 0, 0, FAIL | errno.ENOSYS),  # so that libraries go on to clone
+        (RETURN, 0, 0, FAIL | errno.ENOSYS),  # makes libraries fall back to clone
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in filter_))
     program = ctypes.create_string_buffer(struct.pack("HP", len(filter_), ctypes.addressof(code)))

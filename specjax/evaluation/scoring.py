@@ -1,4 +1,4 @@
-"""What a model says of given text, in one pass: the probability of every next token."""
+"""The probability of every next token of a given text, in one pass."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def score_tokens(
 
 
 def score_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What logits say of the tokens that follow.
+    """Scores the tokens that follow.
 
     Args:
       logits: f32[B, T, V].
-      tokens: int32[B, T], the token that came after each.
+      tokens: int32[B, T], the token that follows each place.
 
     Returns:
       The tokens' natural log-probabilities, f32[B, T], and the most probable tokens, int32[B, T].
-      Neither depends on the other rows: sums run over tiles of one shape (`map_row_tiles`).
+      Neither depends on the other rows: all sums run over tiles of one shape (`map_row_tiles`).
     """
     given = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     totals = map_row_tiles(

@@ -16,10 +16,10 @@ from specjax.model.params import Params
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Of a text under a model.
+    """The perplexity of a text under a model.
 
     nats: mean negative log-likelihood per token, in nats.
-    tokens: how many tokens were scored.
+    tokens: the number of tokens that were scored.
     """
 
     nats: float
@@ -44,9 +44,8 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of one text. Every token counts once, in the first window that reaches it.
 
-    With the default stride windows are disjoint, as in the papers on quantization; a smaller one
-    gives every token at least window - stride tokens of context, and costs window / stride times as
-    much.
+    By default windows are disjoint, as in the papers on quantization. A smaller stride gives every
+    token at least window - stride tokens of context, and costs window / stride times as much.
 
     Args:
       params: the model.
@@ -59,8 +58,8 @@ def perplexity(
       progress: called with the passes done and the passes in all.
 
     Returns:
-      The perplexity. The first token of the text, and with disjoint windows the first of each, has
-      no context and is not scored.
+      The perplexity. The first token of the text has no context and is not scored; with disjoint
+      windows neither is the first token of each.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -84,7 +83,7 @@ def perplexity(
 def _batches(
     text: np.ndarray, window: int, stride: int, rows: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """int32[rows, window] of windows, and bool[rows, window - 1]: which scores count."""
+    """Yields windows, int32[rows, window], and which scores count, bool[rows, window - 1]."""
     windows, counts = [], []
     reached = 1  # the first token is never scored
     for start in range(0, len(text) - 1, stride):

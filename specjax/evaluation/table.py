@@ -1,8 +1,8 @@
-"""QSpec's table 3: what quantized weights and activations cost on whole tasks, and that QSpec adds
-nothing to it.
+"""QSpec's table 3: the scores that quantized weights and activations lose on tasks.
 
-Of a quantized model: plain decoding with 16-bit activations (W4A16), QSpec, and plain decoding with
-low-precision activations (W4A8, W4A4). Of the 16-bit model: plain decoding (W16A16).
+A quantized model has four lines: plain decoding with 16-bit activations (W4A16), QSpec, and plain
+decoding with low-precision activations (W4A8, W4A4). A 16-bit model has one: plain decoding
+(W16A16). QSpec's scores are W4A16's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Row:
     scheme: the model's name.
     method: "W16A16", "W4A16", "QSpec", "W4A8" or "W4A4".
     results: one per task, in the order of the tasks.
-    plain: those of plain decoding with the same weights and 16-bit activations.
+    plain: the results of plain decoding with the same weights and 16-bit activations.
     """
 
     scheme: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def compared(self) -> list[bool]:
-        """For every written answer, whether it is token for token that of plain decoding."""
+        """Whether each written answer has the tokens of plain decoding."""
         return [
             mine["tokens"] == other["tokens"]
             for result, reference in zip(self.results, self.plain, strict=True)
@@ -58,9 +58,9 @@ def fidelity_rows(
     progress: Callable[[str, TaskProgress], None] | None = None,
     **options: Any,
 ) -> Iterator[Row]:
-    """The lines of one model: the four methods of a quantized one, or W16A16 alone.
+    """Measures the lines of one model: the four methods of a quantized one, or W16A16 alone.
 
-    A likelihood is read by the target, without drafts: QSpec's is W4A16's, and is not read again.
+    The target reads likelihoods without drafts, so QSpec's are W4A16's and are not read again.
 
     Args:
       scheme: the model's name in the table.
@@ -68,13 +68,14 @@ def fidelity_rows(
       tokenizer: its tokenizer.
       tasks: names of tasks.
       data: the folder of their files.
-      drafter: of the line QSpec; default QSpec(activation="a4"), the paper's.
+      drafter: the drafter of the line "QSpec"; default QSpec(activation="a4"), the paper's.
       out: a folder for the files of results, one per line of the table.
-      progress: called with the method after every item.
-      options: the others of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits, chat.
+      progress: called with the method and its progress after every item.
+      options: the other options of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits,
+        chat.
 
     Yields:
-      A line as soon as it is measured.
+      Each line as soon as it is measured.
 
     Raises:
       ValueError: as `evaluate` does.
@@ -102,7 +103,7 @@ def fidelity_rows(
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The lines in Markdown: every task's first metric, and how far it is from W4A16's."""
+    """The table in Markdown: every task's first metric, and its relative distance from W4A16's."""
     tasks = [result.task for result in rows[0].results]
     lines: list[list[str]] = [["model", "method", *tasks, "answers that differ"]]
     lines.append(["---"] * len(lines[0]))

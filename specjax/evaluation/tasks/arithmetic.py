@@ -10,16 +10,16 @@ from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask, som
 from specjax.files.json_lines import Line
 
 _NUMBER = re.compile(r"-?\$?-?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
-_CALCULATOR = re.compile(r"<<[^<>]*>>")  # annotations such as <<48/2=24>>, no part of the text
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # annotations such as <<48/2=24>>
 
 
 def final_number(answer: str) -> Decimal | None:
-    """The number after "####", or where there is none the last one of the answer."""
+    """The number after "####"; without one, the last number of the answer."""
     marked = answer.rpartition("####")[2] if "####" in answer else ""
     numbers = _NUMBER.findall(marked)[:1] or _NUMBER.findall(answer)[-1:]
     try:
         return Decimal(numbers[0].replace(",", "").replace("$", "")) if numbers else None
-    except InvalidOperation:  # digits that are no decimal ones
+    except InvalidOperation:  # such as "--5"
         return None
 
 

@@ -1,7 +1,7 @@
 """MT-Bench (Zheng et al. 2023), its predecessor, and Spec-Bench (Xia et al. 2024), for speed.
 
-All turns of every conversation: a later one is asked after the answers to those before it. What a
-model answers is not judged.
+Every turn of a conversation is asked after the answers to the turns before it. Answers are not
+judged.
 """
 
 from __future__ import annotations

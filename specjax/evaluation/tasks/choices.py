@@ -13,8 +13,8 @@ def _piqa(line: Line) -> Choice:
 
 
 def _winogrande(line: Line) -> Choice:
-    """The beginnings differ and the end is the same: how likely it is after each (partial scoring,
-    Trinh and Le 2018)."""
+    """The options' contexts differ; the continuation is the same (partial scoring, Trinh and Le
+    2018)."""
     end = " " + line.text("continuation")
     options = tuple((str(context), end) for context in line.get("context_options", list))
     return _choice(line, options, "gold")

@@ -1,7 +1,7 @@
 r"""MATH (Hendrycks et al. 2021): competition problems, after four worked ones of our own.
 
-An answer is what the last \boxed{…} of a solution holds. Two are equal when they are the same
-number, or the same text once what only concerns the looks of a formula is taken away.
+An answer is the content of the last \boxed{…} of a solution. Two answers are equal when they are
+the same number, or the same text without the marks that change only a formula's appearance.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}")
 
 
 def boxed(solution: str) -> str | None:
-    r"""What the last \boxed{…} holds; None where there is none, or where it does not end."""
+    r"""The content of the last \boxed{…}; None where there is none, or where it does not end."""
     start = solution.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -58,7 +58,7 @@ def boxed(solution: str) -> str | None:
 
 
 def same_answer(first: str, second: str) -> bool:
-    """Whether two answers mean the same, as far as a few rules of notation can tell."""
+    """Whether two answers are equal by a few rules of notation."""
     first, second = _plain(first), _plain(second)
     if first == second:
         return True
@@ -67,7 +67,7 @@ def same_answer(first: str, second: str) -> bool:
 
 
 def _plain(answer: str) -> str:
-    """An answer without units and looks, its fractions all written alike."""
+    """An answer without units and layout, its fractions in one notation."""
     answer = answer.replace("dfrac", "frac").replace("tfrac", "frac")
     answer = re.sub(
         r"\\text\{\s*([^{}]*)\}$", lambda unit: unit[1] if unit.start() == 0 else "", answer

@@ -1,7 +1,7 @@
 """HumanEval (Chen et al. 2021) and MBPP (Austin et al. 2021): programs, judged by running them.
 
-HumanEval's functions are continued without examples. MBPP's are written after three worked ones,
-its tasks 2 to 4, and its tasks from 11 on are counted, as its authors do.
+HumanEval's functions are continued without examples. MBPP's programs follow three worked examples,
+its tasks 2 to 4; its tasks from 11 on are counted, as by its authors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _run(program: str) -> Verdict:
     outcome = sandbox.run(program)
     if not outcome.isolated:
         warnings.warn(
-            "this system allows no namespaces: programs that the model writes can reach the "
+            "this system does not allow namespaces: programs that the model writes can reach the "
             "network and write to your files",
             stacklevel=2,
         )
