@@ -2,11 +2,11 @@
 // which slots.
 #pragma once
 
+#include "matmul/activations.h"
 #include "attention/attention_ahead.h"
+#include "matmul/panel.h"
 #include "common/simd.h"
 #include "common/types.h"
-#include "matmul/activations.h"
-#include "matmul/panel.h"
 
 namespace specjax::SPECJAX_ISA {
 

@@ -1,11 +1,11 @@
 // All kernels, for the instruction set that SPECJAX_ISA names and the compiler's flags allow.
-#include "attention/attention.h"
-#include "common/probe.h"
 #include "matmul/activations.h"
+#include "attention/attention.h"
 #include "matmul/matmul.h"
+#include "common/probe.h"
 #if defined(__AMX_INT8__)
-#include "attention/attention_tiles.h"
 #include "common/amx.h"
+#include "attention/attention_tiles.h"
 #endif
 
 namespace specjax::SPECJAX_ISA {
