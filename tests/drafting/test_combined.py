@@ -73,7 +73,7 @@ def _paths(proposal: Proposal, row: int) -> list[tuple[Path, bool]]:
 _merge = jax.jit(merge, static_argnums=2)
 
 
-@pytest.mark.parametrize("kind", ["trees", "chains", "behind a window"])
+@pytest.mark.parametrize("kind", representatives(["trees", "chains", "behind a window"], "trees"))
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), extra=st.integers(0, 12))
 def test_a_merged_tree_holds_every_path_once(kind: str, seed: int, extra: int) -> None:

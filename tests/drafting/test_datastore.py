@@ -16,6 +16,7 @@ import specjax
 from specjax.drafting.datastore import ORDERED, Datastore
 from specjax.drafting.retrieval import best_nodes
 from specjax.evaluation.corpus import build_datastore
+from tests.support.covering import representatives
 from tests.support.random_models import quantized_model, random_prompts
 
 VOCABULARY = 4
@@ -179,7 +180,9 @@ def test_bad_corpora_get_one_sentence(tmp_path, content, message) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("below", [False, True], ids=["alone", "below a model"])
+@pytest.mark.parametrize(
+    "below", representatives([False, True], False), ids=["alone", "below a model"]
+)
 def test_retrieval_finds_what_the_model_goes_on_to_write(corpus, tmp_path, below) -> None:
     """The corpus holds the model's own texts, so what follows is mostly found."""
     params, path, own = corpus
