@@ -60,7 +60,7 @@ compile-check: $(COMPILERS)/.installed
 	$(COMPILERS)/bin/python -m benchmarks.kernels.compile_check_tpu
 
 # Numerics, exactness and speed of the kernels on this machine's NVIDIA GPU, in ten minutes:
-# benchmarks/results/gpu_check_<device>.json.
+# benchmarks/results/<device>/gpu_check.json.
 gpu-check: $(GPU)/.installed
 	$(GPU)/bin/python -m benchmarks.gpu_check
 
