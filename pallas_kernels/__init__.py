@@ -1,1 +1,1 @@
-"""4-bit weight formats and the matrix kernels that read them, for CPU, GPU and TPU."""
+"""Weight formats, and the kernels of a transformer that read them, for CPU, GPU and TPU."""

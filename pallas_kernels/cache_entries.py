@@ -1,12 +1,12 @@
 """Keys or values of every cache slot: in 16 or 32 bits, or quantized to 8 or 4.
 
 Quantized entries have one scale and one zero per slot and head (Atom section 4.4; QuaRot's groups,
-where they are as wide as a head), made from the entry itself. So an entry is a function of its
-token alone, and whoever wrote it, all readers read the same values.
+where they are as wide as a head). Both are computed from the entry itself, so an entry depends on
+its token alone, and all readers read the same values.
 
-Keys are quantized after RoPE, where Atom quantizes them before it: attention reads keys as they
-are, and Atom's would have to be turned at every read. What Atom's order avoids, that RoPE mixes
-large features with small ones, QuaRot's rotation of the keys evens out at every write.
+Keys are quantized after RoPE, because attention then reads them as they are. Atom quantizes them
+before it, since RoPE mixes large features with small ones, and must rotate them at every read.
+QuaRot's rotation of the keys evens such features out at every write.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def check_cache_bits(bits: int) -> None:
 class QuantizedEntries:
     """x[b, s, k, e] = (code[b, s, k, e] - zeros[b, s, k]) · scales[b, s, k].
 
-    codes: uint8[B, S, K, E]; of 4 bits, uint8[B, S, K, E / 2], whose low nibbles hold the first
-        half of a head's features and whose high ones the second.
-    scales: f32[B, S, K]. zeros: uint8[B, S, K], the code that stands for zero.
+    codes: uint8[B, S, K, E]. With 4 bits, uint8[B, S, K, E / 2]: the low nibbles hold the first
+        half of a head's features, the high ones the second.
+    scales: f32[B, S, K].
+    zeros: uint8[B, S, K], the codes that stand for zero.
     bits: 8 or 4.
     """
 
@@ -53,7 +54,13 @@ Entries = jax.Array | QuantizedEntries  # float32, or uint16 holding bfloat16 bi
 
 
 def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> Entries:
-    """Slots that hold zeros. shape: [B, S, K, E]; dtype: of entries that are not quantized."""
+    """Slots that hold zeros.
+
+    Args:
+      shape: (B, S, K, E).
+      dtype: the type of entries that are not quantized, "bfloat16" or "float32".
+      bits: 16 for entries that are not quantized, else 8 or 4.
+    """
     if bits == 16:
         return jnp.zeros(shape, jnp.uint16 if dtype == "bfloat16" else jnp.float32)
     *slots, e = shape
@@ -62,7 +69,7 @@ def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> En
 
 
 def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.Array) -> Entries:
-    """Puts new: bf16 or f32[B, T, K, E] at [rows, slots]; what is past the last slot is dropped."""
+    """Writes new: bf16 or f32[B, T, K, E] at [rows, slots], and nothing past the last slot."""
     if isinstance(entries, QuantizedEntries):
         parts: Entries = quantize_entries(new, entries.bits)
     elif entries.dtype == jnp.uint16:
@@ -88,14 +95,14 @@ def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) ->
 
 
 def read_slots(entries: Entries, row: jax.Array, slots: jax.Array) -> jax.Array:
-    """Any slots of one row, int32[N]: f32[N, K, E]."""
+    """The given slots of one row: int32[N] -> f32[N, K, E]."""
     return _values(jax.tree.map(lambda part: part[row, slots], entries))
 
 
 def move_entries(
     entries: Entries, rows: jax.Array, sources: jax.Array, targets: jax.Array
 ) -> Entries:
-    """Copies [rows, sources] to [rows, targets]; what would go past the last slot stays."""
+    """Copies [rows, sources] to [rows, targets], and nothing past the last slot."""
 
     def move(part: jax.Array) -> jax.Array:
         return part.at[rows, targets].set(part[rows, sources], mode="drop")
@@ -105,7 +112,7 @@ def move_entries(
 
 
 def _values(entries: Entries) -> jax.Array:
-    """What entries of any form stand for, in float32."""
+    """The values of entries of any form, in float32."""
     if isinstance(entries, QuantizedEntries):
         return dequantize_entries(entries)
     if entries.dtype == jnp.uint16:
@@ -114,15 +121,18 @@ def _values(entries: Entries) -> jax.Array:
 
 
 def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
-    """Rounds every head's vector to its own asymmetric grid, which zero is part of.
+    """Rounds every head's vector to its own asymmetric grid, which contains zero.
 
-    x: bf16 or f32[..., K, E]. A vector of zeros, or one whose scale would be too small for a normal
-    float32, becomes zeros.
+    A vector becomes zeros if its scale would be too small for a normal float32.
+
+    Args:
+      x: bf16 or f32[..., K, E].
+      bits: 8 or 4.
     """
     x = x.astype(jnp.float32)
     levels = 2**bits - 1
     low, high = jnp.minimum(jnp.min(x, axis=-1), 0), jnp.maximum(jnp.max(x, axis=-1), 0)
-    # Reciprocals are written out, because XLA makes them of some divisions and not of others.
+    # Explicit reciprocals, because XLA replaces some divisions by them and not others.
     scales = (high - low) * (1 / levels)
     scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))

@@ -1,13 +1,13 @@
-"""The weight formats, as pytrees: what the bytes mean, and nothing about how they are multiplied.
+"""The weight formats, as pytrees, and how weights are built from integers or codes.
 
 One storage serves every kernel: `packed` holds two 4-bit integers per byte in blocks of 256 along
-the input dimension; byte r of a block holds the weight k = r in its low nibble and k = r + 128 in
-its high one. So one nibble plane is 128 consecutive inputs, the default group, and unpacking needs
-no interleave on any machine. Integers are two's complement, floats E2M1.
+the input dimension. Byte r of a block holds weight k = r in its low nibble and k = r + 128 in its
+high one. So a nibble plane is 128 consecutive inputs, which is the default group, and unpacking
+never interleaves. Integers are two's complement, floats E2M1.
 
 The columns of a weight may be stored in another order than the model's inputs, so that inputs of
-one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales and zeros are those
-of the stored order.
+one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales and zeros follow the
+stored order.
 
 For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.interleave`). The shapes
 below are those of a weight that is stored row by row.
@@ -32,7 +32,7 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def padded_inputs(k: int) -> int:
-    """Inputs after padding to whole blocks; the padding holds zeros."""
+    """The number of inputs after padding with zeros to whole blocks."""
     return -(-k // BLOCK) * BLOCK
 
 
@@ -46,9 +46,10 @@ class Int8Weight:
         `group_size` is None (one scale per output channel). Scales of padding are zero.
     in_features: K, before padding.
     group_size: inputs per scale: 32, 64, 128 or None.
-    zeros: int8[N, groups], the integer that stands for zero; None for a symmetric weight.
-    order: int32[K], a permutation: stored column k multiplies input order[k]. None: the inputs'.
-    out_features: N, where the rows are interleaved; None where they are not.
+    zeros: int8[N, groups], the integers that stand for zero; None for a symmetric weight.
+    order: int32[K], a permutation: stored column k multiplies input order[k]. None for the inputs'
+        own order.
+    out_features: N where the rows are interleaved, else None.
     """
 
     integers: jax.Array
@@ -66,7 +67,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is held."""
+        """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
@@ -75,9 +76,9 @@ class Int8Weight:
 class Outliers:
     """Input columns that are kept at 8 bits (Atom's mixed precision, QSpec section 4.1).
 
-    columns: int32[O], the model's inputs by their numbers, each once, whatever the order of the
-        other columns. Their 4-bit entries stand for zero.
-    weight: (N, O). Its inputs take 8-bit activations wherever the others take 8 or 4.
+    columns: int32[O], the numbers of the model's inputs, each once, whatever the order of the other
+        columns. Their 4-bit entries stand for zero.
+    weight: (N, O). Its inputs take 8-bit activations where the others take 8 or 4 bits.
     """
 
     columns: jax.Array
@@ -94,12 +95,13 @@ class Int4Weight:
         `group_size` is None (one scale per output channel). Scales of padding are zero.
     in_features: K, before padding.
     group_size: inputs per scale: 32, 64, 128 or None.
-    zeros: int8[N, groups], the integer that stands for zero; None for a symmetric weight.
+    zeros: int8[N, groups], the integers that stand for zero; None for a symmetric weight.
     outliers: input columns held at 8 bits instead, or None.
-    order: int32[K], a permutation: stored column k multiplies input order[k]. None: the inputs'.
-    activation_clip: the share of a group's largest activation that "a4" represents; what is larger
-        is clipped (Atom, section 4.2).
-    out_features: N, where the rows are interleaved; None where they are not.
+    order: int32[K], a permutation: stored column k multiplies input order[k]. None for the inputs'
+        own order.
+    activation_clip: the share of a group's largest activation that "a4" represents; larger ones are
+        clipped (Atom, section 4.2).
+    out_features: N where the rows are interleaved, else None.
     """
 
     packed: jax.Array
@@ -119,7 +121,7 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is held."""
+        """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
@@ -132,7 +134,7 @@ class Mxfp4Weight:
     packed: uint8[N, ceil(K / 256) · 128], two codes per byte (layout above).
     scales: uint8[N, groups], E8M0; 255 stands for NaN. Scales of padding are 1.
     in_features: K, before padding.
-    out_features: N, where the rows are interleaved; None where they are not.
+    out_features: N where the rows are interleaved, else None.
     """
 
     packed: jax.Array
@@ -159,10 +161,12 @@ class Mxfp4Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bfloat16Weight:
-    """A bfloat16 matrix, held as its bits: XLA:CPU would keep a float32 copy of a bfloat16 array.
+    """A bfloat16 matrix, stored as its bits.
+
+    XLA:CPU would keep a float32 copy of a bfloat16 array.
 
     bits: uint16[N, K].
-    out_features: N, where the rows are interleaved; None where they are not.
+    out_features: N where the rows are interleaved, else None.
     """
 
     bits: jax.Array
@@ -185,19 +189,26 @@ Weight = jax.Array | Bfloat16Weight | Quantized
 
 
 def is_format(value: object) -> bool:
-    """Whether something is a weight in one of the formats, rather than an array or a tree."""
+    """Whether a value is a weight in one of the formats, rather than an array or a tree."""
     return isinstance(value, Bfloat16Weight | Quantized)
 
 
 def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
-    """An unquantized matrix in the form that kernels read. bf16 or f32[N, K]."""
+    """Puts an unquantized matrix in the form that kernels read.
+
+    Args:
+      values: bf16 or f32[N, K].
+
+    Returns:
+      A `Bfloat16Weight` for bfloat16; the array itself for float32.
+    """
     if values.dtype != jnp.bfloat16:
         return values
     return Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
 
 
 def check_plain_columns(weight: Weight) -> None:
-    """Raises ValueError for outliers or an order, which `pallas_kernels.matmul` takes care of."""
+    """Raises ValueError for a weight with outliers or an order, which `matmul` takes care of."""
     for name in ("outliers", "order"):
         if getattr(weight, name, None) is not None:
             raise ValueError(
@@ -206,7 +217,7 @@ def check_plain_columns(weight: Weight) -> None:
 
 
 def check_group_size(group_size: int | None) -> None:
-    """Raises ValueError unless `group_size` is one that the kernels read."""
+    """Raises ValueError unless `group_size` is one of GROUP_SIZES."""
     if group_size not in GROUP_SIZES:
         raise ValueError(
             f"group_size must be 32, 64, 128 or None (one scale per output channel), "
@@ -215,7 +226,7 @@ def check_group_size(group_size: int | None) -> None:
 
 
 def pack(q: jax.Array) -> jax.Array:
-    """Packs integers in -8 … 7. q: int8[N, K] -> uint8[N, ceil(K / 256) · 128]."""
+    """Packs integers in -8 … 7: int8[N, K] -> uint8[N, ceil(K / 256) · 128]."""
     n, k = q.shape
     q = jnp.pad(q, ((0, 0), (0, padded_inputs(k) - k)))
     planes = jax.lax.bitcast_convert_type(q, jnp.uint8).reshape(n, -1, 2, PLANE) & 0xF
@@ -223,13 +234,13 @@ def pack(q: jax.Array) -> jax.Array:
 
 
 def nibbles(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The planes of low and of high nibbles, as integers. uint8[N, P] -> int8[N, P] twice."""
+    """The integers of the low nibbles and of the high ones: uint8[N, P] -> int8[N, P] twice."""
     signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
     return signed << 4 >> 4, signed >> 4
 
 
 def unpack(packed: jax.Array) -> jax.Array:
-    """The inverse of `pack`, padding included. uint8[N, P] -> int8[N, 2 · P]."""
+    """Undoes `pack`, but keeps the padding: uint8[N, P] -> int8[N, 2 · P]."""
     n = packed.shape[0]
     planes = (plane.reshape(n, -1, PLANE) for plane in nibbles(packed))
     return jnp.stack(tuple(planes), axis=2).reshape(n, -1)
@@ -242,12 +253,17 @@ def int4_from_integers(
     zeros: jax.Array | None = None,
     order: jax.Array | None = None,
 ) -> Int4Weight:
-    """Builds an `Int4Weight` from q: int8[N, K] in -8 … 7 and its groups' scales and zeros.
+    """Builds an `Int4Weight` from integers and their groups' scales and zeros.
 
-    scales, zeros: [N, ceil(K / group_size)], or [N, 1] where `group_size` is None.
-    order: int32[K], the input of every column of q, or None.
+    Args:
+      q: int8[N, K] in -8 … 7.
+      scales: bf16, f16 or f32[N, ceil(K / group_size)], or [N, 1] where `group_size` is None.
+      group_size: inputs per scale: 32, 64, 128, or None for one scale per output channel.
+      zeros: int8 of the scales' shape; None for a symmetric weight.
+      order: int32[K], the input of every column of q; None for the inputs' own order.
 
-    Raises ValueError where shapes, dtypes or the group size do not fit together.
+    Raises:
+      ValueError: shapes, dtypes or the group size do not fit together.
     """
     scales, zeros = _padded_scales_and_zeros(scales, zeros, q.shape, group_size)
     _check_order(order, q.shape[1])
@@ -261,9 +277,17 @@ def int8_from_integers(
     zeros: jax.Array | None = None,
     order: jax.Array | None = None,
 ) -> Int8Weight:
-    """Builds an `Int8Weight` from q: int8[N, K]; the rest as for `int4_from_integers`.
+    """Builds an `Int8Weight` from integers and their groups' scales and zeros.
 
-    Raises ValueError where shapes, dtypes or the group size do not fit together.
+    Args:
+      q: int8[N, K].
+      scales: as for `int4_from_integers`, and so are the other arguments.
+      group_size: inputs per scale.
+      zeros: the integers that stand for zero.
+      order: the input of every column.
+
+    Raises:
+      ValueError: shapes, dtypes or the group size do not fit together.
     """
     k = q.shape[1]
     scales, zeros = _padded_scales_and_zeros(scales, zeros, q.shape, group_size)
@@ -275,9 +299,12 @@ def int8_from_integers(
 def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
     """Builds an `Mxfp4Weight` from E2M1 codes and E8M0 scales.
 
-    codes: uint8[N, K] in 0 … 15; scales: uint8[N, ceil(K / 32)].
+    Args:
+      codes: uint8[N, K] in 0 … 15.
+      scales: uint8[N, ceil(K / 32)].
 
-    Raises ValueError where shapes or dtypes do not fit together.
+    Raises:
+      ValueError: shapes or dtypes do not fit together.
     """
     scales = _padded_groups("scales", scales, codes.shape, MXFP4_GROUP, ("uint8",), E8M0_ONE)
     return Mxfp4Weight(pack(codes.astype(jnp.int8)), scales, codes.shape[1])
@@ -305,7 +332,7 @@ def _padded_groups(
     dtypes: tuple[str, ...],
     padding: int = 0,
 ) -> jax.Array:
-    """`values`, one per group of a matrix of `shape`, and `padding` for the padding's groups."""
+    """Checks the values of the groups of a matrix of `shape`, and adds those of its padding."""
     check_group_size(group_size)
     n, k = shape
     groups = 1 if group_size is None else -(-k // group_size)
@@ -320,7 +347,7 @@ def _padded_groups(
 
 
 def integers(weight: Quantized) -> jax.Array:
-    """What a quantized weight multiplies: int8[N, padded K]; of MXFP4, twice the E2M1 values."""
+    """The integers of a weight: int8[N, padded K]. For MXFP4 they are twice the E2M1 values."""
     if isinstance(weight, Int8Weight):
         return weight.integers
     q = unpack(weight.packed)
@@ -328,18 +355,18 @@ def integers(weight: Quantized) -> jax.Array:
 
 
 def e2m1_integers(codes: jax.Array) -> jax.Array:
-    """Twice the values of E2M1 codes, as unpacked from their nibbles. int8 -> int8."""
-    code = codes & 7  # 0, 1, 2, 3, 4, 6, 8, 12: above 1, a leading bit and one more, shifted
+    """Twice the values of E2M1 codes, which `nibbles` has sign-extended: int8 -> int8."""
+    code = codes & 7  # to 0, 1, 2, 3, 4, 6, 8, 12: from 2 on two bits, the first set, shifted
     magnitude = jnp.where(code < 2, code, (2 | (code & 1)) << jnp.maximum((code >> 1) - 1, 0))
     return jnp.where(codes < 0, -magnitude, magnitude).astype(jnp.int8)
 
 
 def group_scales(weight: Quantized) -> jax.Array:
-    """What multiplies the `integers` of a group: f32[N, groups]."""
+    """The scales of the groups' `integers`: f32[N, groups]."""
     if not isinstance(weight, Mxfp4Weight):
         return weight.scales.astype(jnp.float32)
     code = weight.scales.astype(jnp.uint32)
-    # 2^(code - 128) by its bits: half the E8M0 value, since the integers are doubled. The two
-    # smallest are subnormal.
+    # The bits of 2^(code - 128), which is half the E8M0 value because the integers are doubled. The
+    # two smallest are subnormal.
     bits = jnp.where(code > 1, (code - 1) << 23, jnp.uint32(1 << 21) << code)
     return jax.lax.bitcast_convert_type(jnp.where(code == 255, 0x7FC00000, bits), jnp.float32)

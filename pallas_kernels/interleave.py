@@ -1,12 +1,12 @@
-"""Weights with their rows interleaved, which is how a CPU reads them fastest.
+"""Interleaves the rows of weights, which is how a CPU reads them fastest.
 
-Memory is read fastest from end to end, and a vector of the CPU multiplies one word (4 bytes) of
-inputs of several neighbouring outputs. So the words of TILE rows stand side by side:
+Memory is read fastest from end to end, and a vector register multiplies one word (4 bytes) of
+inputs for each of several neighbouring outputs. So the words of TILE rows stand side by side:
 
     [N, C] -> [ceil(N / TILE), C / per_word, TILE · per_word],  per_word values in a word
 
-Values that stand alone, such as scales, count as words of one. Rows that the last tile lacks are
-zero. It is the same number of bytes in another order, and `by_rows` is the exact inverse.
+Scales and zeros count as words of one value. Rows that the last tile lacks are zero. `by_rows` is
+the exact inverse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from pallas_kernels.formats import Weight
 
 TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors take a part of a tile
-# The arrays of a weight that have a row per output, and how many of their values are in a word.
+# The arrays of a weight that have a row per output, and how many of their values make a word.
 PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1}
 
 AnyWeight = TypeVar("AnyWeight", bound=Weight)
@@ -31,7 +31,7 @@ AnyWeight = TypeVar("AnyWeight", bound=Weight)
 def interleave(weight: AnyWeight) -> AnyWeight:
     """The same weight with its rows interleaved.
 
-    Arrays that are no format, and matrices whose rows are no whole words, stay as they are.
+    Plain arrays stay as they are, and so do matrices whose rows are not whole words.
     """
     if isinstance(weight, jax.Array) or is_interleaved(weight):
         return weight
@@ -58,14 +58,23 @@ def by_rows(weight: AnyWeight) -> AnyWeight:
 
 
 def interleaved_rows(values: jax.Array, indices: jax.Array, per_word: int) -> jax.Array:
-    """Some rows of an array that is interleaved. indices: int[...] -> [..., C]."""
+    """Some rows of an interleaved array.
+
+    Args:
+      values: [ceil(N / TILE), C / per_word, TILE · per_word].
+      indices: int[...], in 0 … N - 1.
+      per_word: values in a word.
+
+    Returns:
+      [..., C].
+    """
     tiles, words, _ = values.shape
     rows = values.reshape(tiles, words, TILE, per_word)[indices // TILE, :, indices % TILE]
     return rows.reshape(*indices.shape, words * per_word)
 
 
 def _matrices(weight: Any) -> Iterator[tuple[str, jax.Array, int]]:
-    """The arrays that have a row per output: name, array, values in a word."""
+    """The arrays that have a row per output, as (name, array, values in a word)."""
     for name, per_word in PER_WORD.items():
         array = getattr(weight, name, None)
         if array is not None:
@@ -73,7 +82,7 @@ def _matrices(weight: Any) -> Iterator[tuple[str, jax.Array, int]]:
 
 
 def _replace(weight: Any, change: Callable[[Weight], Weight], **fields: Any) -> Any:
-    """The weight with other fields, and what it holds at 8 bits changed alike."""
+    """The weight with other fields, and `change` applied to its outliers."""
     outliers = getattr(weight, "outliers", None)
     if outliers is not None:
         fields["outliers"] = dataclasses.replace(outliers, weight=change(outliers.weight))
@@ -87,7 +96,7 @@ def _interleave(values: jax.Array, per_word: int) -> jax.Array:
     if isinstance(values, jax.core.Tracer):
         padded = jnp.pad(values, padding)
     else:
-        padded = np.pad(np.asarray(values), padding)  # which has nothing to compile
+        padded = np.pad(np.asarray(values), padding)  # compiles nothing
     words = padded.reshape(-1, TILE, c // per_word, per_word)
     return jnp.asarray(words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word))
 

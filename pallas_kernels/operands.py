@@ -1,4 +1,4 @@
-"""What every accelerator kernel does before it starts: checks its operands and quantizes x."""
+"""Checks the operands of accelerators' matrix kernels and quantizes x for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pallas_kernels.rounding import check_float
 def check(x: jax.Array, weight: Quantized, activation: Activation) -> None:
     """Raises ValueError unless x: bf16 or f32[M, K] fits the weight and nothing is empty.
 
-    The weight's arrays must be what its format says, because kernels read them by it.
+    The weight's arrays must have the shapes and dtypes of its format, which kernels rely on.
     """
     check_activation(activation)
     if not isinstance(weight, Quantized):
@@ -66,7 +66,7 @@ def _check_array(
 def multiplicands(
     x: jax.Array, group_size: int | None, activation: Activation
 ) -> tuple[jax.Array, jax.Array]:
-    """x: [M, K] -> what the matrix unit multiplies, int8 or bf16[M, K], and f32[M, groups]."""
+    """x: [M, K] -> the matrix unit's operand, int8 or bf16[M, K], and its scales, f32[M, G]."""
     if activation != "a16":
         return quantize_activations(x.astype(jnp.float32), activation, group_size)
     groups = x.shape[1] // (group_size or x.shape[1])
@@ -74,5 +74,5 @@ def multiplicands(
 
 
 def product_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which products of multiplicands of `dtype` are summed within a group."""
+    """The dtype in which products of operands of `dtype` are summed within a group."""
     return np.dtype(np.int32 if dtype == np.int8 else np.float32)

@@ -1,4 +1,4 @@
-"""The meaning of `matmul`, in plain jnp: what every kernel is tested against.
+"""`matmul` in plain jnp, which defines its meaning: every kernel is tested against it.
 
     a16      y[m, n] = Σ_k x[m, k] · w[n, k]                      in float32
     a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · (qw[n, k] - zero[n, g])
@@ -7,10 +7,10 @@
 The result is batch-invariant: float products run on tiles of one shape (`row_tiles`), and integer
 sums are exact in any order.
 
-Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop: as many as stay in the cache until
+Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop: that many stay in the cache until
 they are multiplied. Without the loop XLA:CPU would unpack all layers before the first one runs,
-which takes the memory of a 32-bit model. The two nibbles of a byte are multiplied apart, each plane
-with its own inputs of x, because putting them into one matrix costs more than the product.
+which takes the memory of a 32-bit model. Each nibble plane is multiplied by its own inputs of x,
+because joining the two planes in one matrix costs more than the product.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.Array:
-    """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N]. See the module's equations."""
+    """x: bf16 or f32[M, K] times weight: (N, K) -> f32[M, N], by the equations above."""
     check_plain_columns(weight)
     x = x.astype(jnp.float32)
     if not isinstance(weight, Quantized):
@@ -56,10 +56,10 @@ def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.
 
 
 def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> jax.Array:
-    """`product` with OUTPUT_CHUNK outputs of the weight at a time, side by side: f32[M, N].
+    """Calls `product` with OUTPUT_CHUNK outputs of the weight at a time -> f32[M, N].
 
-    The last chunk overlaps the one before it, because padding would copy the weight. There are at
-    least two chunks where there are two outputs: XLA takes a loop of one iteration apart.
+    The last chunk overlaps the one before it, because padding would copy the weight. Two outputs or
+    more make at least two chunks, because XLA unrolls a loop of one iteration.
     """
     n = weight.shape[0]
     chunk = min(OUTPUT_CHUNK, -(-n // 2))
@@ -78,7 +78,7 @@ def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> 
 
 
 class _Plane(NamedTuple):
-    """The part of a weight that lies in one nibble of its bytes; of an `Int8Weight`, all of it.
+    """The part of a weight in the low or in the high nibbles; all of an `Int8Weight`.
 
     integers: int8[N, G, inputs per group]; scales: f32[N, G]; zeros: int8[N, G] or None.
     """
@@ -116,7 +116,7 @@ def _planes(weight: Quantized) -> tuple[_Plane, ...]:
 
 
 def _divide(values: jax.Array, planes: int, run: int) -> tuple[jax.Array, ...]:
-    """Deals runs of `run` values in the order of the inputs out to the planes. [R, I] -> [R, …]."""
+    """Deals runs of `run` consecutive values out to the planes. [R, I] -> [R, I / planes] each."""
     runs = values.reshape(values.shape[0], -1, planes, run)
     return tuple(runs[:, :, plane].reshape(values.shape[0], -1) for plane in range(planes))
 
@@ -144,8 +144,8 @@ def _dot(x: jax.Array, values: jax.Array) -> jax.Array:
 def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax.Array:
     """q: int8[M, padded K], q_scales: f32[M, groups] -> f32[M, N].
 
-    Group after group, since the order of the sum is part of the meaning. XLA:CPU multiplies two
-    matrices of 8 bits several times faster than a batch of them, as all groups at once would be.
+    Groups are added one after another, because the order of the sum is part of the meaning. All
+    groups at once would be a batch of 8-bit products, which XLA:CPU computes several times slower.
     """
     planes = _planes(weight)
     groups = planes[0].integers.shape[1]
@@ -170,7 +170,7 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
 
 
 def _group_sum(q: jax.Array, group: _Plane) -> jax.Array:
-    """Σ q · (integer - zero). q: int8[M, inputs], of a plane one group: [N, …] -> i32[M, N]."""
+    """Σ q · (integer - zero) of one group. q: int8[M, inputs], group: [N, inputs] -> i32[M, N]."""
     total = lax.dot_general(q, group.integers, _CONTRACT_LAST, preferred_element_type=jnp.int32)
     if group.zeros is None:
         return total

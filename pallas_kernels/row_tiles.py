@@ -20,7 +20,7 @@ Tiles = TypeVar("Tiles")  # an array or a tree of arrays
 
 
 def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Applies `function` to tiles of exactly ROW_TILE rows. x: [M, ...] -> [M, ...].
+    """Applies `function` to tiles of exactly ROW_TILE rows: [M, ...] -> [M, ...].
 
     The rows are padded with zeros. On the CPU the tiles run one after another, so that every call
     has the same shape; elsewhere they run side by side.
@@ -34,7 +34,7 @@ def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
 
 
 def over_tiles(function: Callable[[Tiles], jax.Array], tiles: Tiles) -> jax.Array:
-    """`function` over the leading axis: a loop on the CPU, one batched call elsewhere."""
+    """Maps `function` over the leading axis: a loop on the CPU, one batched call elsewhere."""
     y: jax.Array = lax.platform_dependent(
         tiles, cpu=lambda xs: lax.map(function, xs), default=jax.vmap(function)
     )

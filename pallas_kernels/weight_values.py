@@ -1,4 +1,4 @@
-"""The values that weights stand for, in any format and any order of rows."""
+"""The values that weights stand for, in every format, interleaved or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.interleave import by_rows, interleaved_rows
 
 
 def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
-    """The inverse of `formats.plain_weight`: bf16 or f32[N, K]."""
+    """The values of an unquantized weight: bf16 or f32[N, K]. Undoes `formats.plain_weight`."""
     weight = by_rows(weight)
     if isinstance(weight, Bfloat16Weight):
         return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
@@ -26,7 +26,15 @@ def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
 
 
 def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Array:
-    """Rows of an unquantized matrix, such as the embeddings of tokens. [...] -> [..., K]."""
+    """Rows of an unquantized matrix, such as the embeddings of tokens.
+
+    Args:
+      weight: (N, K).
+      indices: int[...], in 0 … N - 1.
+
+    Returns:
+      bf16 or f32[..., K].
+    """
     if not isinstance(weight, Bfloat16Weight):
         return weight[indices]
     if weight.out_features is None:
@@ -35,9 +43,15 @@ def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Arr
 
 
 def dequantize(weight: Weight) -> jax.Array:
-    """The values a weight stands for, f32[N, K], its columns in the order of the model's inputs.
+    """The values that a weight stands for, its columns in the order of the model's inputs.
 
     They are exact for 16-bit scales.
+
+    Args:
+      weight: (N, K), in any format.
+
+    Returns:
+      f32[N, K].
     """
     if not isinstance(weight, Quantized):
         return plain_values(weight).astype(jnp.float32)
