@@ -1,4 +1,4 @@
-"""What the accelerators' attention kernels share: their operands, what a row sees, and the softmax.
+"""Operands, visible slots and the softmax, which the accelerators' attention kernels share.
 
 A kernel works on the query rows of one key-value head: row t · (H / K) + g is the head's g-th query
 of token t. What a token sees is the same for all heads and takes two numbers, the first slot and
@@ -31,7 +31,7 @@ MOST_MASKED = 8 * _WORD  # new tokens under a mask: a kernel looks at every word
 
 
 def mask_refusal(queries: jax.Array, mask: jax.Array | None) -> str | None:
-    """Why no accelerator kernel serves this mask; None where they do."""
+    """The reason why accelerators' kernels do not serve this mask; None where they do."""
     if mask is not None and queries.shape[1] > MOST_MASKED:
         return f"a mask must be of at most {MOST_MASKED} new tokens, got {queries.shape[1]}"
     return None
@@ -63,7 +63,7 @@ def limits(
     tile: int,
     slots: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What every query row sees, and the blocks that a tile of rows has to read.
+    """The slots that every query row sees, and the blocks that a tile of rows has to read.
 
     Returns:
       int32[B, R, 2 + words]: the first slot and the end of those that a row sees, then, where there

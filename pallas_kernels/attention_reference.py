@@ -1,4 +1,4 @@
-"""Attention over the KV cache in plain jnp: what every kernel of it is tested against.
+"""Attention over the KV cache in plain jnp; every attention kernel is tested against it.
 
 Flash attention's running softmax over blocks of BLOCK slots: the cost follows the context in use,
 not the cache's capacity, and the order of every sum is fixed by the slots' own numbers. Blocks that
@@ -61,7 +61,7 @@ def attention(
 
 
 class _Sight(NamedTuple):
-    """What a tile of a row's tokens sees. token: int32[ROW_TILE], the tokens' numbers.
+    """The slots that a tile of a row's tokens sees. token: int32[ROW_TILE], the tokens' numbers.
 
     length: the row's context; positions: int32[T]; paths: int32[ROW_TILE, D] in a tree.
     """

@@ -52,7 +52,7 @@ def attention(
 
 
 def _parts(entries: Entries) -> tuple[jax.Array | None, ...]:
-    """What lies in the slots, and the scales and zeros that go with it."""
+    """The values or codes in the slots, their scales and their zeros."""
     if isinstance(entries, QuantizedEntries):
         return entries.codes, entries.scales, entries.zeros
     return entries, None, None

@@ -1,4 +1,4 @@
-"""Loads the C++ library and tells XLA of its handlers."""
+"""Loads the C++ library and registers its handlers with XLA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_BUILT = (
 
 @lru_cache(maxsize=1)
 def instruction_sets() -> tuple[str, ...]:
-    """What this machine can run, best first; empty where the library was not built.
+    """The instruction sets that this machine can run, best first; empty without the library.
 
     The handlers are registered with XLA by the first call.
     """

@@ -1,4 +1,4 @@
-"""What this machine can do, measured by the kernels' own threads and vectors
+"""This machine's bandwidth and peak, measured by the kernels' own threads and vectors
 (src/common/probe.cc)."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of the product. One warpgroup copies, the others compute 64 outputs each. Blocks
 many as a machine has multiprocessors; each walks over its items of work, and the copying runs ahead
 from one item into the next, so the memory never waits for a product to end.
 
-A weight's inputs fall into segments of `per_segment` blocks of 256. What the kernel means is
+A weight's inputs fall into segments of `per_segment` blocks of 256. The kernel computes
 
     y[m, n] = Σ_segment ( Σ_group scale[m, n, group] · product[m, n, group] )
 
@@ -208,7 +208,7 @@ def _compute_segment(
 
     def step(i: jax.Array, carry: tuple[jax.Array, OfOutputs]) -> tuple[jax.Array, OfOutputs]:
         total, of_outputs = carry
-        # What the next block needs of the weight's scales is on its way during this one.
+        # The weight's scales for the next block are loaded during this one.
         upcoming = _of_outputs(plan, memory, outputs, first + jnp.minimum(i + 1, steps - 1))
         slot = lax.rem(done + i, jnp.int32(plan.stages))
         plgpu.barrier_wait(memory.full.at[slot])
@@ -274,7 +274,7 @@ def _add_block(
     per_plane = PLANE // plan.group
 
     def issue(product: Any, group: int, left: jax.Array) -> None:
-        if plan.interpreted:  # knows no product from registers
+        if plan.interpreted:  # interpret mode has no product from registers
             memory.operand[warpgroup] = left
             left = memory.operand.at[warpgroup]
         inputs = pl.ds(group * plan.group // plan.width * plan.width, plan.width)

@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def segments(self) -> int:
-        """Into how many sums the inputs fall, whatever M is."""
+        """The number of sums into which the inputs fall, for every M."""
         return -(-self.blocks // self.per_segment)
 
     @property

@@ -137,7 +137,7 @@ def _segment(columns: int, blocks: int) -> int:
 
 
 def _x_groups(plan: Plan, values: jax.Array, x_scales: jax.Array) -> jax.Array:
-    """What integer products need of x besides its integers: f32[blocks, x_rows, M]."""
+    """The scales and sums of x that integer products need: f32[blocks, x_rows, M]."""
     rows = [x_scales]
     if plan.zeros:
         groups = values.astype(jnp.int32).reshape(plan.m, -1, plan.group)
@@ -168,7 +168,7 @@ def _finish(
 
 
 def _parameters(interpret: bool) -> Any:
-    """What Pallas is told about interpreting."""
+    """Pallas's parameter for interpret mode."""
     if not interpret:
         return None
     if not hasattr(plgpu, "InterpretGPUParams"):

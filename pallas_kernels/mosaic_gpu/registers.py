@@ -1,4 +1,4 @@
-"""The few operations on registers that Pallas has no words for.
+"""The few operations on registers that Pallas does not offer.
 
 Everything here works on Mosaic GPU's `FragmentedArray`: a matrix spread over the 128 threads of a
 warpgroup, whose `registers` are an array of small vectors, one per thread.

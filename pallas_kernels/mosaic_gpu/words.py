@@ -141,7 +141,7 @@ MXFP4_INT8 = Decoder(_mxfp4_int8, jnp.dtype(jnp.int8))
 def unpack(
     packed: jax.Array, decoder: Decoder, plane: int, group: int, width: int
 ) -> list[jax.Array]:
-    """What `registers.unpack` does, by JAX: uint8[N, 128] -> int8 or bf16[N, width] per group."""
+    """`registers.unpack` in JAX: uint8[N, 128] -> int8 or bf16[N, width] per group."""
     n, bytes_ = packed.shape
     word = ArrayWord(lax.bitcast_convert_type(packed.reshape(n, -1, 4), jnp.uint32))
     registers = decoder.words(word)[plane * decoder.registers :][: decoder.registers]

@@ -49,7 +49,7 @@ _LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right 
 
 
 def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None) -> str | None:
-    """Why `attention` does not serve these operands; None where it does."""
+    """The reason why `attention` does not serve these operands; None where it does."""
     if not pltpu.is_tpu_device():  # the pipeline asks which TPU it is made for
         return "what is compiled for must be a TPU"
     if isinstance(keys, QuantizedEntries):

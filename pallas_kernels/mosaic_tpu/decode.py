@@ -68,7 +68,7 @@ def _doubled_e2m1(codes: jax.Array) -> jax.Array:
 
 
 def decode_scales(stored: jax.Array, kind: type[Quantized]) -> jax.Array:
-    """What multiplies the sums over a group's `planes`, from what is stored: -> f32."""
+    """The factors, f32, on the sums over a group's `planes`, from the stored scales."""
     if kind is not Mxfp4Weight:
         return stored.astype(jnp.float32) * 2.0 ** -shift(kind)
     code = stored.astype(jnp.int32)

@@ -51,7 +51,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is known before the kernel runs."""
+    """Everything about a call that is known before the kernel runs."""
 
     kind: type[Quantized]
     group_size: int | None
@@ -192,7 +192,7 @@ def _operands(
     plan: _Plan,
     tile: tiles.Tiles,
 ) -> tuple[dict[str, jax.Array], dict[str, pl.BlockSpec]]:
-    """What the kernel reads, by name, and the part of each that step (i, j) reads."""
+    """The kernel's operands by name, and the part of each that step (i, j) reads."""
     pad = ((0, tile.count * tile.rows - values.shape[0]), (0, 0))
     still = pl.Buffered(1 if tile.count == 1 else 2)  # one tile of rows is copied once
     arrays = {"x": jnp.pad(values, pad), "weights": storage(weight)}

@@ -45,7 +45,7 @@ _LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right 
 
 
 def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None) -> str | None:
-    """Why `attention` does not serve these operands; None where it does."""
+    """The reason why `attention` does not serve these operands; None where it does."""
     stored = "codes" if isinstance(keys, QuantizedEntries) else keys.dtype.name
     if queries.dtype != jnp.bfloat16 or stored not in ("codes", "uint16"):
         return (
