@@ -119,7 +119,10 @@ class Datastore:
             return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
 
         none = jnp.zeros(queries.shape[:-1], jnp.int32)
-        return lax.fori_loop(0, size.bit_length(), halve, (none, none + size))[0]
+        bounds: tuple[jax.Array, jax.Array] = lax.fori_loop(
+            0, size.bit_length(), halve, (none, none + size)
+        )
+        return bounds[0]
 
 
 def _precedes(

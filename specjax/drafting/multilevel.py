@@ -21,6 +21,8 @@ from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
+_Carry = tuple[DecodeState, jax.Array | None]
+
 
 class MultiLevelState(NamedTuple):
     """outer, inner: the two drafters' own states; stats: of the rounds between them."""
@@ -87,11 +89,12 @@ class MultiLevel(Drafter):
         model, outer = self.outer.model(params), self.outer
         level = self._enter(state.draft, state)
 
-        def one_round(carry):
+        def one_round(carry: _Carry) -> _Carry:
             level, distributions = carry
             before = level.lengths
             level, verified = step(model, level, self.inner, outer.activation, outer.layers)
             if distributions is not None:
+                assert verified.distributions is not None
                 distributions = _record(distributions, verified, before - state.lengths)
             return level, distributions
 

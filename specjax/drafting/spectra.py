@@ -102,7 +102,8 @@ class Spectra(WindowDrafter):
             return tokens.at[row, column].set(unseen)
 
         # One after another: they are few, and each is a pass over the vocabulary.
-        return lax.fori_loop(0, jnp.sum(refined), refine_one, likely)
+        tokens: jax.Array = lax.fori_loop(0, jnp.sum(refined), refine_one, likely)
+        return tokens
 
     def draws(self, rounds: jax.Array) -> jax.Array:
         """Uniform numbers, f32[B, W], which depend on a row's own rounds alone."""

@@ -1,11 +1,10 @@
 """A draft model with another tokenizer.
 
 Every round the text so far is encoded for the draft model (`specjax.drafting.retokenize`, on the
-host); its
-KV cache keeps the entries of the tokens that stayed the same, and the rest is read anew.
+host). Its KV cache keeps the entries of the tokens that stayed the same, and the rest is read anew.
 
-Greedy drafts are made in the draft's tokens and re-encoded as the target's: any two tokenizers will
-do. Sampled drafts must be exact token for token, so they are drawn from the tokens that the two
+Greedy drafts are made in the draft's tokens and re-encoded as the target's: any two tokenizers
+work. Sampled drafts must be exact token for token, so they are drawn from the tokens that the two
 vocabularies share, the draft's distribution renormalized over them (Timor et al. 2025, token-level
 intersection); rejection sampling is exact for any distribution that drafts come from.
 """
@@ -203,7 +202,10 @@ def _on_host(
     def call(*arrays: jax.Array) -> Any:
         return function(*(np.asarray(array) for array in arrays))  # no jax within: it may deadlock
 
-    return jax.pure_callback(call, shapes, state.tokens, lengths, *more, vmap_method="sequential")
+    arrays: tuple[jax.Array, ...] = jax.pure_callback(
+        call, shapes, state.tokens, lengths, *more, vmap_method="sequential"
+    )
+    return arrays
 
 
 def _counts(proposal: Proposal) -> jax.Array:

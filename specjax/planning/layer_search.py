@@ -166,7 +166,8 @@ def _choices(params: Params, x: jax.Array, activation: Activation) -> jax.Array:
             linear(norm(x, params.final_norm, params.config, x.dtype), params.head, activation)
         )
 
-    return jax.lax.map(of_sequence, x)
+    tokens: jax.Array = jax.lax.map(of_sequence, x)
+    return tokens
 
 
 def _check(config: ModelConfig, tokens: Any, activation: Activation, least: int) -> jax.Array:

@@ -32,6 +32,8 @@ from specjax.speculation.verification import verify
 _CALL_SECONDS = 0.1  # of work per timed call, so that the call itself does not count
 _MOST_REPEATS = 512
 
+_Timed = tuple[DecodeState, jax.Array]  # the state after timed passes, and a sum of their results
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -150,7 +152,7 @@ class _Model(NamedTuple):
 
 
 def _of_fixed_length(drafter: Any) -> Any:
-    """The drafter without what ends its drafts early. What is no drafter, `decode` refuses."""
+    """The drafter without what ends its drafts early. `decode` refuses what is not a drafter."""
     if isinstance(drafter, MultiLevel):
         return MultiLevel(_of_fixed_length(drafter.outer), _of_fixed_length(drafter.inner))
     if isinstance(drafter, type) or not dataclasses.is_dataclass(drafter):
@@ -197,10 +199,11 @@ def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int
     holder = [dataclasses.replace(state, lag=model.lag)]
 
     def timer(drafts: int) -> Callable[[int], float]:
-        def program(state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
-            return _verify_repeatedly(
+        def program(state: DecodeState, repeats: int) -> _Timed:
+            timed: _Timed = _verify_repeatedly(
                 model.params, state, repeats, drafts, model.activation, model.layers
             )
+            return timed
 
         return partial(_seconds, program, holder)
 
@@ -222,9 +225,10 @@ class _Rounds:
     def __call__(self, repeats: int) -> float:
         return _seconds(self._program, self._holder, repeats)
 
-    def _program(self, state: DecodeState, repeats: int) -> tuple[DecodeState, jax.Array]:
+    def _program(self, state: DecodeState, repeats: int) -> _Timed:
         params, activation, layers, drafter, _ = self._model
-        return _draft_and_verify(params, state, repeats, drafter, activation, layers)
+        timed: _Timed = _draft_and_verify(params, state, repeats, drafter, activation, layers)
+        return timed
 
     def below(self) -> float:
         """Rounds of the level below per draft: those of the slowest row, as all wait for it."""
@@ -241,16 +245,17 @@ def _verify_repeatedly(
     drafts: int,
     activation: Activation,
     layers: tuple[int, ...] | None,
-) -> tuple[DecodeState, jax.Array]:
-    """Verifies a draft of zeros again and again; the sum of what comes of it keeps it all alive."""
+) -> _Timed:
+    """Verifies a draft of zeros again and again. The sum keeps all passes alive."""
     proposal = Proposal(jnp.zeros((state.tokens.shape[0], drafts), jnp.int32))
 
-    def one_pass(_: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, Any]:
+    def one_pass(_: jax.Array, carry: _Timed) -> _Timed:
         state, total = carry
         verified, cache = verify(params, state, proposal, activation, layers)
         return dataclasses.replace(state, cache=cache), total + jnp.sum(verified.emitted)
 
-    return lax.fori_loop(0, repeats, one_pass, (state, jnp.int32(0)))
+    carry: _Timed = lax.fori_loop(0, repeats, one_pass, (state, jnp.int32(0)))
+    return carry
 
 
 @partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
@@ -261,20 +266,21 @@ def _draft_and_verify(
     drafter: Drafter,
     activation: Activation,
     layers: tuple[int, ...] | None,
-) -> tuple[DecodeState, jax.Array]:
+) -> _Timed:
     """Makes the same draft again and again, and verifies it."""
 
-    def one_round(_: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, Any]:
+    def one_round(_: jax.Array, carry: _Timed) -> _Timed:
         state, total = carry
         proposal, state = drafter.propose(params, state)
         verified, cache = verify(params, state, proposal, activation, layers)
         return dataclasses.replace(state, cache=cache), total + jnp.sum(verified.emitted)
 
-    return lax.fori_loop(0, repeats, one_round, (state, jnp.int32(0)))
+    carry: _Timed = lax.fori_loop(0, repeats, one_round, (state, jnp.int32(0)))
+    return carry
 
 
 def _seconds(
-    program: Callable[[DecodeState, int], tuple[DecodeState, jax.Array]],
+    program: Callable[[DecodeState, int], _Timed],
     holder: list[DecodeState],
     repeats: int,
 ) -> float:
