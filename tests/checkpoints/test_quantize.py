@@ -31,6 +31,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.params import LINEARS, Linear, Params
 from specjax.model.transformer import forward
 from tests.conftest import ROOT
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model
 
 GROUP_SIZES = (32, 64, 128, None)
@@ -226,7 +227,9 @@ def logits(params: Params) -> np.ndarray:
 
 # Every method gives its format to every linear layer and the head. The model's output stays as
 # close as 4 bits of random weights allow; after a wrong scale or rotation it would be unrelated.
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", representatives(METHODS, "rtn", "int8", "mxfp4", "gptq-clip", "awq+gptq", "quarot")
+)
 def test_methods(model: Params, method: str) -> None:
     calibration = TOKENS if Recipe(method).needs_calibration else None
     quantized = quantize(model, method, lm_head=True, calibration=calibration)

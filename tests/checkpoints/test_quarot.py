@@ -23,6 +23,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.params import LINEARS, Layer, Linear, Params
 from specjax.model.transformer import forward
 from specjax.model.weight_names import named_weights, params_from_weights
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -79,7 +80,9 @@ def with_random_norms_and_biases(params: Params) -> Params:
     return jax.tree.map(lambda leaf: vector(leaf) if leaf.ndim == 1 else leaf, params)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", representatives(FAMILIES, "llama3", "odd_sizes", "qwen25_window", "qwen3")
+)
 def test_families(name: str) -> None:
     check_same_function(with_random_norms_and_biases(load(GOLDEN / name)))
 
@@ -143,9 +146,16 @@ def test_checkpoints_keep_the_rotation(tmp_path: Path) -> None:
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dtype", "activation", "cache_bits"),
-    [("float32", "a8", 16), ("bfloat16", "a4", 16), ("float32", "a4", 4), ("bfloat16", "a8", 8)],
+    representatives(
+        [
+            ("float32", "a8", 16),
+            ("bfloat16", "a4", 16),
+            ("float32", "a4", 4),
+            ("bfloat16", "a8", 8),
+        ],
+        ("float32", "a4", 4),
+    ),
 )
-@pytest.mark.covering(1)
 def test_drafting_does_not_change_greedy_output(
     dtype: str, activation: str, cache_bits: int
 ) -> None:

@@ -96,6 +96,7 @@ def test_draft_models_do_not_change_the_text(options, capsys) -> None:
     assert "drafts accepted" in drafted
 
 
+@pytest.mark.exhaustive
 def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path) -> None:
     """Nor does layer skip, alone and with another drafter below."""
     corpus = tmp_path / "corpus.txt"

@@ -22,6 +22,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import dequantize, take_rows
 from specjax.files.digests import digest
 from specjax.model.params import Params, stored
+from tests.support.covering import representatives
 from tests.support.random_weights import FORMATS, random_rows
 from tests.support.random_weights import random_weights as make_weights
 
@@ -37,7 +38,9 @@ def assert_equal(a: object, b: object) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@formats
+@pytest.mark.parametrize(
+    "name", representatives(ORDERED, "int4-32-zeros", "int8-64", "mxfp4", "bfloat16")
+)
 def test_there_and_back(name: str) -> None:
     for n, k in ((1, 2), (16, 256), (37, 300)):
         weight = random_weights(n, k)[name]
@@ -158,6 +161,7 @@ def test_models_come_prepacked(tmp_path: Path) -> None:
 
 
 @needs_library
+@pytest.mark.exhaustive
 def test_what_is_made_of_a_prepacked_model(tmp_path: Path) -> None:
     rows = read("tiny-16bit")
     params = specjax.prepack(rows)

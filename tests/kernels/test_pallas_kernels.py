@@ -77,6 +77,7 @@ def represented(x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray
 
 @platforms
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.covering(1)
 def test_the_meaning_is_the_reference(platform: str, case: tuple) -> None:
     # |kernel − exact| and |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|: 16 roundings of
     # float32, where one misplaced nibble or scale costs 2^-10 and more.
