@@ -33,5 +33,10 @@ def representatives(cases: Iterable[object], *chosen: object) -> list[object]:
     cases = list(cases)
     if unknown := [each for each in chosen if each not in cases]:
         raise ValueError(f"these are not among the cases: {unknown}")
-    exhaustive = pytest.mark.exhaustive
-    return [each if each in chosen else pytest.param(each, marks=exhaustive) for each in cases]
+    return [each if each in chosen else left_out(each) for each in cases]
+
+
+def left_out(case: object) -> object:
+    """One case that only `make test-all` runs. A tuple holds the values of several parameters."""
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
