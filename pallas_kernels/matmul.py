@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from pallas_kernels.interleave import by_rows
 from pallas_kernels.rounding import check_float
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """An implementation: x: [M, K] times several weights -> f32[M, N] for each."""
 
