@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.report import problems
+from benchmarks.support import common
 from benchmarks.support.quotes import refresh, unfounded
 from benchmarks.support.results import age, load, load_all
 
@@ -58,3 +61,18 @@ def test_results_of_uncommitted_code_are_not_quoted() -> None:
     assert "not quoted" in age(load("epyc/outputs_stories260K_8")) or "unknown" in age(
         load("epyc/outputs_stories260K_8")
     )
+
+
+def test_a_tree_with_uncommitted_changes_writes_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "COMMIT", "abc1234-dirty")
+    with pytest.raises(ValueError, match="commit your changes first"):
+        common.write(tmp_path / "result.json", [])
+    with pytest.raises(SystemExit):
+        common.parser("").parse_args(["--json", str(tmp_path / "result.json")])
+    assert "abc1234-dirty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(common, "COMMIT", "abc1234")
+    common.write(tmp_path / "result.json", [])
+    assert '"commit": "abc1234"' in (tmp_path / "result.json").read_text()
