@@ -1,0 +1,76 @@
+"""A drafter needs two names; the guide's works; an incomplete one is refused with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import specjax
+from specjax.speculation.drafter import check_is_drafter
+from specjax.speculation.state import Proposal
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "write_a_drafter.md"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Zeros(specjax.Drafter):
+    """Its length has no default."""
+
+    draft_length: int = jax.tree.static()
+
+    def propose(self, params, state):
+        return Proposal(jnp.zeros((state.tokens.shape[0], self.draft_length), jnp.int32)), state
+
+
+@pytest.mark.optimized
+def test_the_guides_drafter_works(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    exec(compile(block, str(GUIDE), "exec"), {})
+    assert float(capsys.readouterr().out) > 1
+
+
+def test_the_base_class_does_the_rest() -> None:
+    drafter = Zeros(3)
+    check_is_drafter(drafter)
+    assert drafter.draft_length == 3
+    assert drafter.init(None, None, 1) is None
+    assert drafter.observe("state", None) == "state" and drafter.levels(None) == ()
+    drafter.validate(None, 1)
+
+
+def test_a_drafter_without_propose_cannot_be_made() -> None:
+    class Silent(specjax.Drafter):
+        draft_length = 1
+
+    with pytest.raises(TypeError, match=r"abstract method.* '?propose"):
+        Silent()
+
+
+class Endless(specjax.Drafter):
+    def propose(self, params, state):
+        raise AssertionError
+
+
+class Stranger:
+    draft_length = 1
+    propose = Endless.propose
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (Endless(), "must have a draft_length, and .*Endless.* has none"),
+        (Stranger(), "derive its class from specjax.Drafter"),
+        (Zeros, "drafter must be a drafter such as .* got <class"),
+        ("qspec", "drafter must be a drafter such as .* got 'qspec'$"),
+    ],
+)
+def test_what_is_not_a_drafter_is_refused(drafter: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_is_drafter(drafter)
