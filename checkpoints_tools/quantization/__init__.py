@@ -22,9 +22,8 @@ means "quarot+rtn"; "awq+gptq" rounds AWQ's scaled weights by GPTQ, and so on.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 from checkpoints_tools.quantization.calibration import check_tokens
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
@@ -41,7 +40,7 @@ def quantize(
     group_size: int | None = 128,
     bits: int = 4,
     lm_head: bool = False,
-    calibration: Any = None,
+    calibration: ArrayLike | None = None,
 ) -> Params:
     """Quantizes a model. The copy shares all unchanged arrays with the original.
 
@@ -82,7 +81,9 @@ def quantize(
     return params_from_weights(quantized_config(params.config, recipe, lm_head), packed)
 
 
-def check_calibration(recipe: Recipe, calibration: Any, config: ModelConfig) -> np.ndarray | None:
+def check_calibration(
+    recipe: Recipe, calibration: ArrayLike | None, config: ModelConfig
+) -> np.ndarray | None:
     """`calibration` as int32[S, T] or None. Raises ValueError if the recipe needs the other."""
     if recipe.needs_calibration and calibration is None:
         raise ValueError(f"method {recipe.method!r} needs calibration: tokens, int32[S, T]")

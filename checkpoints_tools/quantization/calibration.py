@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import ArrayLike
 
 from checkpoints_tools.tokenizer import Tokenizer
 from pallas_kernels.formats import Bfloat16Weight, Weight, is_format
@@ -59,7 +60,7 @@ class InputStatistics:
 LayerStatistics = dict[str, InputStatistics]  # by the names of `LINEARS`
 
 
-def check_tokens(tokens: Any, config: ModelConfig) -> np.ndarray:
+def check_tokens(tokens: ArrayLike, config: ModelConfig) -> np.ndarray:
     """`tokens` as int32[S, T]. Raises ValueError if they do not suit the model."""
     array = np.asarray(tokens)
     if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):

@@ -79,7 +79,7 @@ def quantize_layers(
       ValueError: a weight is quantized already, or the model is rotated already.
     """
     watcher = Watcher() if watcher is None else watcher
-    parts: Iterator[dict[str, Any]] = (
+    parts: Iterator[dict[str, Weight]] = (
         dict(group) for _, group in itertools.groupby(weights, key=_part)
     )
     signs = quarot.random_signs(config, SEED) if recipe.has("quarot") else None
@@ -105,6 +105,7 @@ def quantize_layers(
             watcher.keep(index, layer, hidden)
         yield from layer_weights(layer, index)
     final_norm = next(parts)["final_norm"]
+    assert isinstance(final_norm, jax.Array)
     yield "final_norm", final_norm if signs is None else jnp.ones_like(final_norm)
     if not tied:
         head = next(parts)[HEAD]

@@ -44,7 +44,7 @@ class WorkingFolder:
       ValueError: another process is using the folder.
     """
 
-    def __init__(self, out: Path, key: Any) -> None:
+    def __init__(self, out: Path, key: object) -> None:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
         self._prefix = f".{out.name}.quantize-"
         self.path = out.resolve().parent / (self._prefix + digest)
