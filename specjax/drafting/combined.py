@@ -1,7 +1,8 @@
 """Two sources of guesses under one budget: all of SPECTRA is CORE, then RETRIEVAL.
 
-What comes first gets what it asks for: the model's own guesses are accepted more often than a
-corpus' (Le et al. 2025, section 4.2.2 and figure 3).
+The first source gets all the room it asks for: the model's own guesses are accepted more often
+than a
+corpus's (Le et al. 2025, section 4.2.2 and figure 3).
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class CombinedState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Combined(Drafter):
-    """Proposes what `first` does, and what `second` does where that leaves room.
+    """Proposes the tokens of `first`, then those of `second` while there is room.
 
-    A token that both propose after the same ones is there once. The whole of SPECTRA is
+    A token that both propose after the same path appears once. The whole of SPECTRA is
     `Combined(Spectra(), Retrieval(datastore))`.
 
     first: a drafter without a model: Lookahead, Spectra, NGram, PromptLookup, Retrieval, Combined.
-    second: one that looks at the text alone: NGram, PromptLookup or Retrieval.
+    second: a drafter that looks only at the text: NGram, PromptLookup or Retrieval.
     extra: tokens that a proposal may have beyond `first.draft_length`.
 
-    Raises ValueError where a field is something else.
+    Raises ValueError if a field is something else.
     """
 
     first: Drafter
@@ -81,16 +82,16 @@ class Combined(Drafter):
         return merge(first, second, self.draft_length), dataclasses.replace(state, draft=draft)
 
     def observe(self, draft: CombinedState, verified: Verified) -> CombinedState:
-        # The first one's tokens come first, where it looks for them; the second looks at none.
+        # The first drafter's tokens come first, where it looks for them; the second looks at none.
         return CombinedState(
             self.first.observe(draft.first, verified), self.second.observe(draft.second, verified)
         )
 
 
 def merge(first: Proposal, second: Proposal, nodes: int) -> Proposal:
-    """The tokens of two proposals as one tree, at most N = `nodes` of them, the first one's first.
+    """Merges two proposals into one tree of at most N = `nodes` tokens, the first proposal's first.
 
-    Both of tokens that were chosen without chance; nodes at least the first one's.
+    Tokens of both must have been chosen deterministically. `nodes` must hold all of the first.
     """
     length = first.tokens.shape[1]
     tokens, parents, meant = _tree(first)
@@ -99,7 +100,7 @@ def merge(first: Proposal, second: Proposal, nodes: int) -> Proposal:
     rows = jnp.arange(tokens.shape[0])
 
     def match(i: jax.Array, matches: jax.Array) -> jax.Array:
-        """Where token i of the second is in the first: its place, -1 where it is not."""
+        """Returns the place of the second proposal's token i in the first, or -1."""
         parent = more_parents[:, i]
         below = jnp.where(parent < 0, -1, matches[rows, parent])
         same = may_match & (tokens == more[:, i, None]) & (parents == below[:, None])
@@ -127,7 +128,7 @@ def merge(first: Proposal, second: Proposal, nodes: int) -> Proposal:
 
 
 def _tree(proposal: Proposal) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, parents and which tokens are meant, [B, N] each; of a chain, too."""
+    """Returns tokens, parents and which tokens count, [B, N] each, of a chain or a tree."""
     tokens, parents = proposal.tokens, proposal.parents
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     if parents is None:

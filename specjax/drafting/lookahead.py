@@ -17,11 +17,11 @@ class Lookahead(WindowDrafter):
     """Guesses the n-grams that begin with the last token, the newest first.
 
     ngram: N, tokens per n-gram, at least 2; a guess has N - 1. The paper's levels.
-    window: W, columns of the window, which ride along in every pass.
-    guesses: G, n-grams that are tried per round.
-    capacity: n-grams that are remembered per row, in 4 · capacity · (N + 1) bytes.
-    text: whether n-grams of prompt and output are remembered too.
-    seed: for the window's first tokens, drawn from the prompt's.
+    window: W, columns of the window, which are part of every pass.
+    guesses: G, n-grams tried per round.
+    capacity: n-grams kept per row, in 4 · capacity · (N + 1) bytes.
+    text: keep n-grams of prompt and output too.
+    seed: for the window's first tokens, which are drawn from the prompt.
 
     Raises ValueError where a field is out of its range.
     """

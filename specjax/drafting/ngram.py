@@ -1,12 +1,15 @@
 """ANPD: an n-gram model of the text so far drafts for it (Ou et al. 2024).
 
-The model counts what it has seen: prompt, then every token as it is accepted. Of all tokens that
-followed the same context it proposes the most frequent one, and backs off to a shorter context
-where a longer one is new (the paper's multi-level n-grams).
+The model counts the prompt and every accepted token. It proposes the token that most often
+followed the
+same context, and backs off to a shorter context if the longer one is new (the paper's multi-level
+n-grams).
 
-Counts are kept at the places of the text instead of in a table by token: every place knows how
-often the n-gram that ends there had occurred until then. The last occurrence of an n-gram so holds
-its count, and the most frequent successor is a maximum over the places where the context stands.
+Counts are kept at the places of the text instead of in a table by token: every place holds how
+often the
+n-gram that ends there had occurred so far. The last occurrence of an n-gram therefore holds its
+count,
+and the most frequent successor is a maximum over the places where the context occurs.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ class NGramState(NamedTuple):
     """4 · W · N bytes per row, where a text has room for W tokens.
 
     tokens: int32[B, W], the text that was counted.
-    lengths: int32[B], how much of it.
-    counts: int32[B, N - 1, W]: of the bigram, trigram, … that ends at a place, up to there.
+    lengths: int32[B], tokens counted.
+    counts: int32[B, N - 1, W], occurrences so far of the bigram, trigram, … that ends at a place.
     """
 
     tokens: jax.Array
@@ -45,7 +48,8 @@ class NGramState(NamedTuple):
 class NGram(Drafter):
     """Proposes the tokens that most often followed, one after another.
 
-    Of equally frequent ones the last seen. A draft ends where even the last token alone is new.
+    Among equally frequent tokens the one seen last wins. A draft ends when even the last token
+    alone is new.
 
     draft_length: the most tokens per draft.
     ngram: N, tokens of the longest n-grams, at least 2; contexts have up to N - 1.
@@ -85,9 +89,9 @@ class NGram(Drafter):
 
 
 def _count(draft: NGramState, state: DecodeState) -> NGramState:
-    """The counts of the state's text: from the first token on that was not counted yet, or not so.
+    """Updates the counts from the first token on that is new or differs from the counted one.
 
-    (A level's own tokens may have been rejected since.)
+    (Tokens differ if a level's own tokens were rejected since.)
     """
     known = jnp.arange(state.tokens.shape[1]) < draft.lengths[:, None]
     changed = (draft.tokens != state.tokens) | ~known
@@ -109,7 +113,7 @@ def _count(draft: NGramState, state: DecodeState) -> NGramState:
 
 
 def _occurrences(tokens: jax.Array, places: jax.Array, levels: int) -> jax.Array:
-    """How often what ends at `places` occurred up to there. int32[W], [I] -> int32[I, levels]."""
+    """Counts the n-grams that end at `places`, up to there. int32[W], [I] -> int32[I, levels]."""
     width = tokens.shape[0]
     same = jnp.arange(width) <= places[:, None]
     counts = []
@@ -122,7 +126,8 @@ def _occurrences(tokens: jax.Array, places: jax.Array, levels: int) -> jax.Array
 
 
 def _most_frequent(draft: NGramState, context: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The token that followed a row's context, int32[N - 1], most often; and whether any did."""
+    """Returns the most frequent token after a row's context, int32[N - 1], and whether there was
+    any."""
     width = draft.tokens.shape[0]
     places = jnp.arange(width)
     same = places < draft.lengths

@@ -1,9 +1,11 @@
-"""Dictionaries of n-grams on the device: what Lookahead and SPECTRA guess from.
+"""Dictionaries of n-grams on the device, from which Lookahead and SPECTRA guess.
 
-A dictionary is the list of the n-grams that were put in last, and a key is looked up by comparing
-it with all of them at once: a few vector instructions per thousand entries, the same for every row
-of a batch. So nothing is hashed, nothing collides, and every run of tokens inside an n-gram is a
-key without being stored again: SPECTRA's sub-n-grams cost no memory.
+A dictionary is a list of the newest n-grams. A look-up compares the key with all of them at once:
+a few
+vector instructions per thousand entries, the same for every row of a batch. Nothing is hashed and
+nothing collides. Every run of tokens inside an n-gram is a key without being stored again, so
+SPECTRA's
+sub-n-grams cost no memory.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ CHUNK = 16  # places of a text that are indexed at a time
 class NGramTable:
     """The last M distinct n-grams of every row: 4 · M · (N + 1) bytes per row.
 
-    An n-gram that is inserted again becomes the newest; where there is no room, the oldest go.
+    An n-gram that is inserted again becomes the newest. The oldest are dropped when there is no
+    room.
 
-    ngrams: int32[B, N, M]; token -1 is none, and only the first tokens of an n-gram may be that.
-    stamps: int32[B, M], when each was last inserted; 0: never.
+    ngrams: int32[B, N, M]; -1 means no token, and only the first tokens of an n-gram may be -1.
+    stamps: int32[B, M], the clock when each was last inserted; 0: never.
     clock: int32[B], insertions so far.
     """
 
@@ -36,7 +39,7 @@ class NGramTable:
 
     @classmethod
     def create(cls, rows: int, n: int, capacity: int) -> NGramTable:
-        """Room for M = `capacity` n-grams of N = `n` tokens per row."""
+        """Makes room for M = `capacity` n-grams of N = `n` tokens per row."""
         return cls(
             jnp.full((rows, n, capacity), -1, jnp.int32),
             jnp.zeros((rows, capacity), jnp.int32),
@@ -44,9 +47,9 @@ class NGramTable:
         )
 
     def insert(self, ngrams: jax.Array, valid: jax.Array) -> NGramTable:
-        """The table with more n-grams, the last of them the newest.
+        """Inserts n-grams; the last one becomes the newest.
 
-        ngrams: int32[B, I, N], at most M / 2 of them; valid: bool[B, I], which of them are meant.
+        ngrams: int32[B, I, N], with I at most M / 2; valid: bool[B, I], the ones to insert.
         """
         assert 2 * ngrams.shape[1] <= self.stamps.shape[1]
         return jax.vmap(_insert)(self, ngrams, valid)
@@ -54,28 +57,30 @@ class NGramTable:
     def continuations(
         self, tokens: jax.Array, most: int, *, inside: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """What followed a token: the forward dictionary.
+        """Looks up the tokens that followed a token: the forward dictionary.
 
         Args:
           tokens: int32[B].
           most: how many continuations to return, C.
-          inside: of n-grams that hold the token between their first and their last one, instead of
-            those that begin with it; where one holds it twice, the longer continuation comes first.
+          inside: take n-grams that hold the token between their first and last one, instead of
+          those
+            that begin with it. If one holds it twice, the longer continuation comes first.
 
         Returns:
-          int32[B, C, N - 1], the newest first, and how many tokens of each, int32[B, C]; 0: none.
+          int32[B, C, N - 1], the newest first, and their lengths, int32[B, C]; 0: none.
         """
         n = self.ngrams.shape[1]
         places = range(1, n - 1) if inside else range(1)
         return jax.vmap(partial(_continuations, most=most, places=places))(self, tokens)
 
     def next_token(self, context: jax.Array, *, parts: bool = True) -> tuple[jax.Array, jax.Array]:
-        """What followed the longest end of a context: the backward dictionary, with back-off.
+        """Looks up the token after the longest end of a context: the backward dictionary, with
+        back-off.
 
-        Of equally long ones the newest n-gram counts, and in it the last place.
+        Among equally long ends the newest n-gram wins, and the last place within it.
 
         Args:
-          context: int32[B, N - 1], the last tokens; -1 where a text is shorter.
+          context: int32[B, N - 1], the last tokens, -1 before the beginning of a text.
           parts: whether any run of tokens in an n-gram is a key; False: all but its last token.
 
         Returns:
@@ -84,7 +89,8 @@ class NGramTable:
         return jax.vmap(partial(_next_token, parts=parts))(self, context)
 
     def keys(self, vocab_size: int, *, parts: bool = True) -> jax.Array:
-        """The tokens that something follows; without parts: that begin an n-gram. -> bool[B, V]."""
+        """Returns the tokens that have a continuation, bool[B, V]; without parts: that begin an
+        n-gram."""
         held = self.ngrams[:, : -1 if parts else 1].reshape(self.stamps.shape[0], -1)
         held = jnp.where(held < 0, vocab_size, held)
         known = jnp.zeros((held.shape[0], vocab_size), bool)
@@ -94,7 +100,7 @@ class NGramTable:
 def index_text(
     table: NGramTable, tokens: jax.Array, first: jax.Array, lengths: jax.Array
 ) -> NGramTable:
-    """The table with the n-grams of a text: those that end at places first … lengths - 1.
+    """Inserts the n-grams of a text that end at places first … lengths - 1.
 
     tokens: int32[B, W]; first, lengths: int32[B].
     """
@@ -112,7 +118,7 @@ def index_text(
 
 
 def last_tokens(tokens: jax.Array, lengths: jax.Array, n: int) -> jax.Array:
-    """The last n of the first `lengths` tokens; -1 before the beginning.
+    """Returns the last n of the first `lengths` tokens, -1 before the beginning.
 
     int32[B, W], int32[B, …] -> int32[B, …, n].
     """
@@ -177,13 +183,14 @@ def _next_token(table: NGramTable, context: jax.Array, parts: bool) -> tuple[jax
 
 
 def _age(stamps: jax.Array, clock: jax.Array) -> jax.Array:
-    """How new entries are: 0 the newest, and less the older, in float32, which is quick to sort.
+    """Returns the age of entries: 0 for the newest, less for older ones, in float32, which sorts
+    fast.
 
-    Exact as far back as 2^24 insertions, and in order beyond.
+    Exact for the last 2^24 insertions, and in order beyond.
     """
     return (stamps - clock).astype(jnp.float32)
 
 
 def _newest(age: jax.Array, count: int) -> jax.Array:
-    """Where the largest values are, the largest first; of equal ones the first. [M] -> [count]."""
+    """Returns the places of the largest values, the first of equals first. [M] -> [count]."""
     return lax.top_k(age, count)[1]

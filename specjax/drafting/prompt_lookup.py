@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last tokens where they stood before (Saxena 2023).
+"""Prompt lookup: the tokens that followed an earlier occurrence of the last tokens (Saxena 2023).
 
-No model and no memory: the text so far is searched anew every round, all of it at once. It pays
-where the output repeats the input: summaries, edits, questions about a text.
+It needs neither a model nor a memory: every round searches the whole text so far at once. It pays
+if the
+output repeats the input, as in summaries, edits and questions about a text.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from specjax.speculation.state import DecodeState, Proposal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookup(Drafter):
-    """Proposes what followed an earlier occurrence of the last tokens in prompt and output.
+    """Proposes the tokens after an earlier occurrence of the last tokens in prompt and output.
 
-    The longest run of last tokens that occurs is searched, and its first occurrence taken.
+    The drafter finds the longest run of last tokens that occurs, and takes its first occurrence.
 
-    draft_length: tokens per draft, fewer where the text ends before.
-    longest, shortest: tokens of the run that is searched. Hugging Face searches 2, then 1.
+    draft_length: tokens per draft; fewer if the text ends first.
+    longest, shortest: tokens of the run to search for. Hugging Face tries 2, then 1.
     whole: take only occurrences that a whole draft follows and that end before the searched run
         begins, as the original implementation does; False: Hugging Face's rule.
 
@@ -67,7 +68,8 @@ class PromptLookup(Drafter):
 
 
 def _matching_ends(tokens: jax.Array, lengths: jax.Array, longest: int) -> jax.Array:
-    """How many tokens up to each place are the text's last, at most `longest`. -> int32[B, W]."""
+    """Counts the tokens up to each place that equal the text's last, at most `longest`: int32[B,
+    W]."""
     run, same = jnp.zeros_like(tokens), jnp.bool_(True)
     for back in range(longest):
         there = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]

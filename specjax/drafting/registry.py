@@ -69,7 +69,7 @@ class Option(NamedTuple):
 
 
 def make(name: str, **options: object) -> Drafter:
-    """The drafter of that name.
+    """Makes the drafter of that name.
 
     Args:
       name: a key of `DRAFTERS`, which options may follow: "spectra:window=2,guesses=2". Parentheses
@@ -82,7 +82,8 @@ def make(name: str, **options: object) -> Drafter:
       The drafter.
 
     Raises:
-      ValueError: there is no such drafter or option, one is missing, or a value is not accepted.
+      ValueError: the name or an option is unknown, an option is missing, or a value is not
+      accepted.
     """
     drafter: Drafter = _make(DRAFTERS, "drafter", name, options)
     return drafter
@@ -91,7 +92,7 @@ def make(name: str, **options: object) -> Drafter:
 def options(name: str) -> dict[str, Option]:
     """The options that `make` takes for a drafter, or "heuristic" and "adaptive", in order.
 
-    Raises ValueError where there is no such name.
+    Raises ValueError if the name is unknown.
     """
     return _options(_find({**DRAFTERS, **SCHEDULES}, "drafter", name))
 
@@ -200,7 +201,7 @@ _WORDS = {
 
 
 def _in_words(annotation: Any) -> str:
-    """What a field of this type accepts."""
+    """Says what a field of this type accepts."""
     return " or ".join(map(_one_in_words, _alternatives(annotation)))
 
 

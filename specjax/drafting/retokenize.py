@@ -1,12 +1,14 @@
-"""One text in two vocabularies: what a draft model with another tokenizer reads, and what it says.
+"""Translates between two vocabularies, for a draft model with another tokenizer.
 
-This runs on the host, called from the compiled loop, and holds nothing but memory of words: every
-function here depends on its arguments alone.
+These functions run on the host, called from the compiled loop. They keep a cache of words but no
+state:
+every result depends only on the arguments.
 
-A text is cut where tokenizers cut it anyhow, before the space of a word that follows another, and
-its words are encoded one by one. Most have been seen before, so a growing text costs little. A word
-that its own tokenizer would have written otherwise is translated token by token: models do write
-so, and a draft that knows the same tokens then reads and says the same ones.
+A text is cut where tokenizers cut it as well, before the space between two words, and its words are
+encoded one by one. Most words are in the cache, so a growing text costs little. A word that its own
+tokenizer would have encoded differently is translated token by token: models do write such words,
+and
+a draft model with the same tokens then reads and proposes the same ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class TextTokenizer(Protocol):
     def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
 
     def vocabulary(self) -> list[bytes | str | None]:
-        """By id: a token's bytes, a special token's name, or None."""
+        """Returns, by id, a token's bytes, a special token's name, or None."""
 
 
 class Speller:
@@ -40,7 +42,7 @@ class Speller:
 
     tokens: by id, bytes, the name of a special token, or None; the last for all larger ids.
     ids: the first id of each of them.
-    opening: the special tokens that the tokenizer puts before a text.
+    opening: the special tokens that the tokenizer adds before a text.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -54,7 +56,7 @@ class Speller:
         self._skipped = len(self._encode(self._before))
 
     def canonical(self, text: bytes) -> tuple[int, ...] | None:
-        """The tokens that the tokenizer makes of `text`; None where they do not spell it."""
+        """Encodes `text`; None if the tokens do not spell it."""
         try:
             ids = self._encode(self._before + text.decode())[self._skipped :]
         except UnicodeDecodeError:
@@ -62,7 +64,8 @@ class Speller:
         return tuple(ids) if self._bytes(ids) == text else None
 
     def spell(self, token: bytes | str | None) -> tuple[int, ...]:
-        """Another tokenizer's token: the same one, or its text; as much of it as there is here."""
+        """Translates another tokenizer's token: the same token, or tokens of as much of its text
+        as possible."""
         if token in self.ids:
             return (self.ids[token],)
         if not isinstance(token, bytes):
@@ -94,17 +97,18 @@ class Retokenizer:
         self._passage = lru_cache(_PASSAGES)(self._translate_passage)
 
     def __call__(self, ids: np.ndarray) -> list[int]:
-        """int32[n] -> ids of the other tokenizer."""
+        """Translates int32[n] to ids of the other tokenizer."""
         passages = (self._passage(passage.tobytes()) for passage in self._passages(ids))
         return [*chain.from_iterable(passages)]
 
     def last_word(self, ids: np.ndarray) -> np.ndarray:
-        """The end of int32[n], which what follows may change the spelling of."""
+        """Returns the end of int32[n] whose encoding the next tokens may still change."""
         *_, passage = self._passages(ids)
         return passage[[0, *self._cuts(passage)][-1] :]
 
     def _passages(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """Some words each. Growth at the end changes the last of them alone."""
+        """Cuts a text into passages of some words. Text added at the end changes only the last
+        one."""
         cuts = self._cuts(ids)
         start = 0
         while len(ids) - start > _PASSAGE:
@@ -117,7 +121,7 @@ class Retokenizer:
         yield ids[start:]
 
     def _cuts(self, ids: np.ndarray) -> np.ndarray:
-        """Where words begin, rising, but for the first one."""
+        """Returns the places where words begin, except the first, in rising order."""
         ids = np.minimum(ids, len(self._special) - 1)
         before, after = ids[:-1], ids[1:]
         cut = self._special[before] | self._special[after]
@@ -140,11 +144,12 @@ class Retokenizer:
 
 
 class Translation:
-    """Between the tokens of a target and those of a draft model.
+    """Translates between the tokens of a target and those of a draft model.
 
-    target_ids: int32[V'], of each of the draft's tokens the target's of the same bytes or name; -1
-        where there is none. No two have the same.
-    draft_size, target_size: one more than the largest token id of either.
+    target_ids: int32[V'], for each draft token the target token with the same bytes or name, or
+    -1. No two
+        are equal.
+    draft_size, target_size: one more than the largest token id of each.
     """
 
     def __init__(self, draft: TextTokenizer, target: TextTokenizer) -> None:
@@ -160,17 +165,19 @@ class Translation:
     def read(
         self, tokens: np.ndarray, lengths: np.ndarray, *, room: int, slots: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What the draft model reads.
+        """Translates the texts that the draft model reads.
 
         Args:
-          tokens: int32[B, W], the target's, of which the first lengths: int32[B] are a row's text;
-            0 for a row that is not asked for.
+          tokens: int32[B, W], the target's; the first lengths: int32[B] are a row's text, 0 for a
+          row to
+            skip.
           room: the most tokens that the draft model may read. A longer text loses its beginning,
-            half of the room at a time, so that most of what was read before still holds.
+          half of
+            the room at a time, so that most cache entries stay valid.
           slots: S, the width of the result.
 
         Returns:
-          int32[B, S] and int32[B], how many of them are a row's: at least one.
+          int32[B, S], and int32[B], the tokens of each row: at least one.
         """
         read = np.zeros((len(tokens), slots), np.int32)
         counts = np.ones(len(tokens), np.int32)
@@ -187,14 +194,14 @@ class Translation:
     def propose(
         self, tokens: np.ndarray, lengths: np.ndarray, drafted: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A draft in the target's tokens, as they continue its text.
+        """Translates drafts into the target's tokens, as continuations of its texts.
 
         Args:
           tokens, lengths: as in `read`.
-          drafted: int32[B, N], the draft's own tokens, of which the first counts: int32[B] count.
+          drafted: int32[B, N], the draft's own tokens; the first counts: int32[B] of them count.
 
         Returns:
-          int32[B, N] and int32[B], how many of them are meant; what exceeds N is left out.
+          int32[B, N], and int32[B], the number that counts. Tokens past N are left out.
         """
         proposed = np.zeros_like(drafted)
         meant = np.zeros_like(counts)
@@ -205,9 +212,9 @@ class Translation:
         return proposed, meant
 
     def _continue(self, text: np.ndarray, drafted: np.ndarray) -> list[int]:
-        """The draft as the target would write it after the word that its text ends in.
+        """Encodes the draft as the target would write it after the word that its text ends in.
 
-        Where the target has begun that word in another way, the draft alone.
+        If the target has begun that word differently, encodes the draft alone.
         """
         word = self._to_draft.last_word(text)
         whole = self._to_target(np.array([*self._to_draft(word), *drafted], np.int32))
@@ -217,19 +224,19 @@ class Translation:
 
 
 def _rows(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows that are asked for, each with its text."""
+    """Yields the requested rows with their texts."""
     for row, length in enumerate(lengths):
         if length > 0:
             yield row, tokens[row, :length]
 
 
 def _text(tokens: list[bytes | str | None]) -> bytes | None:
-    """Tokens one after another; None where one of them is no text."""
+    """Joins the bytes of tokens; None if one of them is not text."""
     texts = [token for token in tokens if isinstance(token, bytes)]
     return b"".join(texts) if len(texts) == len(tokens) else None
 
 
 @lru_cache(16)
 def translation(draft: TextTokenizer, target: TextTokenizer) -> Translation:
-    """The one translation between two tokenizers."""
+    """Returns the translation between two tokenizers; there is one per pair."""
     return Translation(draft, target)

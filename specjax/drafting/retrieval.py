@@ -1,8 +1,9 @@
-"""Drafts that are looked up in a corpus (REST, He et al. 2024, section 3; SPECTRA-RETRIEVAL).
+"""Drafts looked up in a corpus (REST, He et al. 2024, section 3; SPECTRA-RETRIEVAL).
 
-The longest run of a row's last tokens that occurs in the datastore is searched there; what followed
-it at each of its occurrences is a candidate, and the prefixes that most candidates share become the
-nodes of a token tree.
+The drafter searches the datastore for the longest run of a row's last tokens that occurs there. The
+tokens after each occurrence are a candidate. The prefixes that most candidates share become the
+nodes of
+a token tree.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from specjax.speculation.state import DecodeState, Proposal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Retrieval(Drafter):
-    """Proposes what followed the same words in a corpus.
+    """Proposes the tokens that followed the same words in a corpus.
 
-    datastore: `specjax datastore build` makes one; SPECTRA keeps the texts that the target finds
-        the least surprising.
+    datastore: made by `specjax datastore build`. SPECTRA keeps the texts with the target's lowest
+        perplexity.
     nodes: the most tokens per proposal (REST: 64).
     depth: the most tokens in a row (REST: 10).
-    longest, shortest: tokens of the run that is searched (REST: 16 and 2).
-    candidates: occurrences that are looked at, evenly spread over all that there are.
+    longest, shortest: tokens of the run to search for (REST: 16 and 2).
+    candidates: occurrences to examine, spread evenly over all.
 
     Raises ValueError where a field is out of its range.
     """
@@ -71,7 +72,8 @@ class Retrieval(Drafter):
         return Proposal(tokens, counts, parents=parents), state
 
     def continuations(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        """What followed in the corpus: int32[B, C, L], and how many tokens of each, int32[B, C]."""
+        """Returns the continuations in the corpus, int32[B, C, L], and their lengths, int32[B,
+        C]."""
         store = self.datastore
         first, count, length = self._longest_run(state)
         chosen = jnp.arange(self.candidates)
@@ -83,7 +85,8 @@ class Retrieval(Drafter):
         return tokens, jnp.where(chosen < count, valid, 0)
 
     def _longest_run(self, state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The longest end of each row that occurs: place, count and length, int32[B, 1] each."""
+        """Finds the longest end of each row that occurs: place, count and length, int32[B, 1]
+        each."""
         lengths = jnp.arange(self.longest, self.shortest - 1, -1)
         starts = state.lengths[:, None] - lengths
         index = jnp.maximum(starts, 0)[..., None] + jnp.arange(self.longest)
@@ -99,15 +102,15 @@ class Retrieval(Drafter):
 def best_nodes(
     sequences: jax.Array, lengths: jax.Array, nodes: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The prefixes that most sequences share, as a token tree (REST, section 3.2).
+    """Builds a token tree of the prefixes that most sequences share (REST, section 3.2).
 
     Args:
       sequences: int32[B, C, L], and lengths: int32[B, C], valid tokens of each.
       nodes: the most nodes, N.
 
     Returns:
-      tokens: int32[B, N], parents: int32[B, N] and counts: int32[B], as a `Proposal` has them; the
-      nodes by falling number of sequences, then by depth, so that parents come first.
+      tokens: int32[B, N], parents: int32[B, N] and counts: int32[B], as in a `Proposal`. Nodes
+      are ordered by falling number of sequences, then by depth, so that parents come first.
     """
     b, c, depth = sequences.shape
     valid = jnp.arange(depth) < lengths[..., None]

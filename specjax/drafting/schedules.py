@@ -1,6 +1,6 @@
-"""How many tokens to draft: a limit per row and round, from how earlier drafts fared.
+"""Draft lengths: a limit per row and round, chosen from the acceptance of earlier drafts.
 
-A drafter's `draft_length` is the most; without a schedule it is what every round drafts.
+A drafter's `draft_length` is the maximum. Without a schedule every round drafts that many tokens.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ class Schedule(Protocol):
     """A frozen dataclass registered as a pytree. Its state is a pytree of [B, …] arrays."""
 
     def init(self, rows: int, longest: int) -> Any:
-        """The state before the first round."""
+        """Returns the state before the first round."""
 
     def lengths(self, state: Any, longest: int) -> jax.Array:
-        """Tokens to draft now, int32[B] in 1 … longest."""
+        """Returns the tokens to draft now, int32[B] in 1 … longest."""
 
     def update(self, state: Any, verified: Verified) -> Any:
-        """The state after a round."""
+        """Returns the state after a round."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Heuristic:
-    """Two tokens more after a draft that was accepted whole, one less after any other.
+    """Drafts two tokens more after a fully accepted draft, and one less after any other.
 
-    The rule of Hugging Face's assisted generation; it begins with 5.
+    This is the rule of Hugging Face's assisted generation. It begins with 5.
     """
 
     def init(self, rows: int, longest: int) -> jax.Array:
@@ -51,17 +51,17 @@ class Heuristic:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """The length that promises the most tokens per second, from the acceptance measured so far.
+    """Chooses the length with the most expected tokens per second, from the acceptance so far.
 
     With α the probability that a draft is kept given that those before it were, n drafts gain
     (1 - αⁿ⁺¹) / (1 - α) tokens (Leviathan et al. 2023, equation 1) and take n · draft_cost +
     1 + n · row_cost of the time of a plain pass.
 
-    draft_cost: time of one draft pass over that of one target pass.
-    row_cost: what every draft adds to the time of the verifying pass, in the same unit.
-    memory: over how many recent drafts, about, α is averaged.
+    draft_cost: the time of a draft pass, in target passes.
+    row_cost: the time that every draft adds to the verifying pass, in target passes.
+    memory: the number of recent drafts, roughly, over which α is averaged.
 
-    Raises ValueError where a field is out of its range. `specjax.planning` measures the costs.
+    Raises ValueError if a field is out of its range. `specjax.planning` measures the costs.
     """
 
     draft_cost: float = jax.tree.static(default=0.25)

@@ -1,17 +1,21 @@
 """SPECTRA-CORE: guesses from two dictionaries that the model fills for itself (Le et al. 2025).
 
-Both dictionaries are one table of n-grams, read in two ways. Forward: what followed the last token,
-anywhere in an n-gram; many guesses, quickly. Backward: one guess, token by token, each by the
-longest end of the text and of the guess so far that an n-gram goes on from; few tokens, good ones.
-`Combined` fills up the rest of the budget from a corpus.
+Both dictionaries are one table of n-grams, read in two ways. Forward: the continuations of the last
+token anywhere in an n-gram; many guesses, fast. Backward: one guess, token by token, each from the
+longest end of the text and the guess so far that an n-gram continues; few tokens, good ones.
+`Combined`
+fills the rest of the budget from a corpus.
 
-Left open in the paper and settled here: the candidates are a window as Lookahead's, drawn from the
-prompt at first; the backward guess stands before the forward ones, so that the budget never cuts
-it; of the forward ones, n-grams that begin with the last token stand before n-grams that hold it
-(the text and the window move on by a token or a few, so most of these are the beginning of one of
-those); n-grams of the text are remembered as the window's are; and the oldest are forgotten first.
-Unlike the paper's, the backward guess may go on beyond N - 1 tokens: where a text repeats itself,
-that many more come at once.
+The paper leaves these choices open:
+- The candidates are a window like Lookahead's, drawn from the prompt at first.
+- The backward guess comes before the forward ones, so that the budget never cuts it.
+- Among forward guesses, n-grams that begin with the last token come before n-grams that hold it.
+The
+  text and the window advance by a few tokens, so most of the latter begin one of the former.
+- N-grams of the text are kept like the window's, and the oldest are dropped first.
+- The backward guess may exceed N - 1 tokens, unlike the paper's: a text that repeats itself then
+gains
+  that many more tokens at once.
 """
 
 from __future__ import annotations
@@ -32,19 +36,20 @@ from specjax.speculation.state import DecodeState, Verified
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spectra(WindowDrafter):
-    """Guesses in both directions, and candidates that keep the dictionaries growing.
+    """Guesses in both directions, with candidates that keep filling the dictionaries.
 
     ngram: N, tokens per n-gram, at least 2; a forward guess has up to N - 1.
-    window: W, candidates, which ride along in every pass.
-    guesses: G; a round's guesses have up to G · (N - 1) tokens, what they share counted once.
+    window: W, candidates, which are part of every pass.
+    guesses: G; a round's guesses have up to G · (N - 1) tokens, shared tokens counted once.
     backward_length: the most tokens of the backward guess (the paper: N - 1).
-    refine: τ, how often a candidate goes on with the most probable token that begins no n-gram yet
-        instead of the most probable one; 0 … 1.
-    capacity: n-grams that are remembered per row, in 4 · capacity · (N + 1) bytes.
-    text: whether n-grams of prompt and output are remembered too.
+    refine: τ in 0 … 1, how often a candidate continues with the most probable token that does not
+    begin
+        an n-gram yet, instead of the most probable one.
+    capacity: n-grams kept per row, in 4 · capacity · (N + 1) bytes.
+    text: keep n-grams of prompt and output too.
     forward, backward, parts: the paper's ablations: without the forward dictionary, without the
         backward dictionary, without the n-grams inside an n-gram.
-    seed: for the candidates' first tokens, drawn from the prompt's, and for τ.
+    seed: for the candidates' first tokens, which are drawn from the prompt, and for τ.
 
     Raises ValueError where a field is out of its range.
     """
@@ -106,12 +111,13 @@ class Spectra(WindowDrafter):
         return tokens
 
     def draws(self, rounds: jax.Array) -> jax.Array:
-        """Uniform numbers, f32[B, W], which depend on a row's own rounds alone."""
+        """Returns uniform numbers, f32[B, W], which depend only on a row's own rounds."""
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), rounds)
         return jax.vmap(lambda key: jax.random.uniform(key, (self.window,)))(keys)
 
     def _backward_guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        """One guess, as far as n-grams go on: int32[B, 1, backward_length] and int32[B, 1]."""
+        """Makes one guess as long as n-grams continue it: int32[B, 1, backward_length] and
+        int32[B, 1]."""
         context = last_tokens(state.tokens, state.lengths, self.ngram - 1)
         going, guess = jnp.ones_like(state.finished), []
         length = jnp.zeros_like(state.lengths)

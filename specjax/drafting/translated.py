@@ -1,12 +1,14 @@
 """A draft model with another tokenizer.
 
-Every round the text so far is encoded for the draft model (`specjax.drafting.retokenize`, on the
-host). Its KV cache keeps the entries of the tokens that stayed the same, and the rest is read anew.
+Every round encodes the text so far for the draft model (`specjax.drafting.retokenize`, on the
+host). The
+draft's KV cache keeps the entries of unchanged tokens; the rest is read again.
 
-Greedy drafts are made in the draft's tokens and re-encoded as the target's: any two tokenizers
-work. Sampled drafts must be exact token for token, so they are drawn from the tokens that the two
-vocabularies share, the draft's distribution renormalized over them (Timor et al. 2025, token-level
-intersection); rejection sampling is exact for any distribution that drafts come from.
+Greedy drafts are made in the draft's tokens and re-encoded in the target's, so any two tokenizers
+work.
+Sampled drafts must be exact token for token. They are drawn from the tokens that both vocabularies
+share, with the draft's distribution renormalized over them (Timor et al. 2025, token-level
+intersection). Rejection sampling is exact for any draft distribution.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class TranslatedDraft(ChainDrafter):
     confidence: a row's draft ends with a token of smaller probability than this; None: never.
     schedule: how many of draft_length tokens to draft; None: all.
     capacity: tokens per row, text and draft, that the draft's own KV cache holds, at most the draft
-        model's positions; None: twice the target's. Of a longer text the beginning is forgotten,
-        half of it at a time.
+        model's positions; None: twice the target's. A longer text loses its beginning, half of
+        the capacity at a time.
 
     Raises ValueError where a field is out of its range.
     """
@@ -129,10 +131,12 @@ class TranslatedDraft(ChainDrafter):
         return translated, dataclasses.replace(state, draft=draft)
 
     def _read(self, draft: TranslatedState, state: DecodeState, chunk: int) -> DecodeState:
-        """The state in the draft model's tokens, its cache but for at most _LAG of them filled.
+        """Returns the state in the draft model's tokens, with all but at most _LAG of them in its
+        cache.
 
-        What it reads depends on the row's text alone, not on how the row came to it, so rejected
-        drafts, of this level or another, need no undoing.
+        The tokens depend only on the row's text, not on its history, so rejected drafts of this
+        level
+        or another need no undoing.
         """
         slots = draft.tokens.shape[1]
         read = partial(self._translation.read, room=slots - self.draft_length, slots=slots)
@@ -166,12 +170,12 @@ class TranslatedDraft(ChainDrafter):
         return translation(self.draft_tokenizer, self.target_tokenizer)
 
     def _retell(self, proposal: Proposal, state: DecodeState) -> Proposal:
-        """Drafted text in the target's tokens."""
+        """Encodes drafted text in the target's tokens."""
         drafted = proposal.tokens, _counts(proposal)
         return Proposal(*_on_host(self._translation.propose, drafted, state, *drafted))
 
     def _shared_model(self) -> Params:
-        """The draft model, without its tokens that the target lacks."""
+        """Returns the draft model without the tokens that the target lacks."""
         target_ids = self._translation.target_ids
         size, head = self.params.config.vocab_size, self.params.head
         bias = jnp.full(size, -jnp.inf).at[jnp.asarray(np.flatnonzero(target_ids >= 0))].set(0)
@@ -180,7 +184,7 @@ class TranslatedDraft(ChainDrafter):
         return dataclasses.replace(self.params, lm_head=Linear(head.weight, bias))
 
     def _share(self, proposal: Proposal, state: DecodeState) -> Proposal:
-        """Tokens of `_shared_model` under the target's ids, with what they were drawn from."""
+        """Maps tokens of `_shared_model`, and their distributions, to the target's ids."""
         target_ids = self._translation.target_ids
         shared = np.flatnonzero(target_ids >= 0)
         draft_ids = np.zeros(state.vocab_size, np.int32)
@@ -195,7 +199,8 @@ class TranslatedDraft(ChainDrafter):
 def _on_host(
     function: Callable[..., Any], like: tuple[jax.Array, ...], state: DecodeState, *more: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """What a method of `Translation` makes of the running rows' text; shaped as `like`."""
+    """Calls a method of `Translation` on the running rows' texts; the results are shaped as
+    `like`."""
     shapes = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like)
     lengths = jnp.where(state.finished, 0, state.lengths)
 
@@ -209,7 +214,7 @@ def _on_host(
 
 
 def _counts(proposal: Proposal) -> jax.Array:
-    """Drafted tokens of every row, int32[B]."""
+    """Counts the drafted tokens of every row, int32[B]."""
     if proposal.counts is not None:
         return proposal.counts
     rows, length = proposal.tokens.shape
@@ -217,7 +222,7 @@ def _counts(proposal: Proposal) -> jax.Array:
 
 
 def _append(level: DecodeState, proposal: Proposal) -> jax.Array:
-    """The level's tokens with those of the draft behind them."""
+    """Appends the draft's tokens to the level's."""
     slots = level.lengths[:, None] + jnp.arange(proposal.tokens.shape[1])
     rows = jnp.arange(slots.shape[0])[:, None]
     return level.tokens.at[rows, slots].set(proposal.tokens, mode="drop")

@@ -1,13 +1,17 @@
-"""Guesses that the model makes for itself: what Lookahead and SPECTRA share.
+"""The window of Lookahead and SPECTRA, with which a model makes guesses for itself.
 
-A window of W columns runs ahead of the text, each N - 1 tokens deep. It rides along in every
-verifying pass, which predicts one more token of each column; a column with its prediction is an
-n-gram that the model itself thought of, and goes into a dictionary. The guesses of the same pass
-come from there. The window then moves: its oldest tokens go, the predictions come in.
+A window of W columns, each N - 1 tokens deep, runs ahead of the text. It is part of every verifying
+pass, which predicts one more token of each column. A column with its prediction is an n-gram that
+the
+model itself produced, and goes into a dictionary. Guesses come from that dictionary. The window
+then
+moves on: its oldest tokens leave, and the predictions enter.
 
-A token of the window sees, besides the text, the first tokens of the columns before its own and its
-own column up to itself (Fu et al. 2024, section 3.3): as a tree, where entry f of the window,
-level f // W and column f % W, is node f - 1 and entry 0 is the last token of the text,
+A token of the window sees the text, the first tokens of the columns before its own, and its own
+column
+up to itself (Fu et al. 2024, section 3.3). As a tree, entry f of the window, at level f // W and
+column
+f % W, is node f - 1, and entry 0 is the last token of the text:
 
     parent of entry f  =  entry f - 1  in the first level,  entry f - W  below it
 """
@@ -29,11 +33,11 @@ from specjax.speculation.drafter import Drafter
 from specjax.speculation.state import DecodeState, Proposal, Verified
 from specjax.speculation.trees import from_sequences
 
-MATCHES = 4  # n-grams looked at per guess: many begin as another does
+MATCHES = 4  # n-grams examined per guess: many share a beginning
 
 
 class WindowState(NamedTuple):
-    """table: the n-grams that were seen; indexed: int32[B], tokens of the text that are in it.
+    """table: the n-grams seen so far; indexed: int32[B], tokens of the text that are in it.
 
     window: int32[B, (N - 1) · W], level by level.
     rounds: int32[B].
@@ -50,10 +54,10 @@ class WindowDrafter(Drafter):
 
     ngram: N, tokens per n-gram, at least 2; a guess has N - 1.
     window: W, columns of the window.
-    guesses: G; a round's guesses have up to G · (N - 1) tokens, what they share counted once.
-    capacity: n-grams that are remembered per row, in 4 · capacity · (N + 1) bytes.
-    text: whether n-grams of prompt and output are remembered too.
-    seed: for the window's first tokens, drawn from the prompt's.
+    guesses: G; a round's guesses have up to G · (N - 1) tokens, shared tokens counted once.
+    capacity: n-grams kept per row, in 4 · capacity · (N + 1) bytes.
+    text: keep n-grams of prompt and output too.
+    seed: for the window's first tokens, which are drawn from the prompt.
     """
 
     ngram: int
@@ -81,7 +85,7 @@ class WindowDrafter(Drafter):
 
     @property
     def riding(self) -> int:
-        """Tokens of the window that a pass reads; the first of them is the text's last token."""
+        """The number of window tokens that a pass reads; the first is the text's last token."""
         return (self.ngram - 1) * self.window - 1
 
     def init(self, params: Params, state: DecodeState, width: int) -> WindowState:
@@ -123,17 +127,18 @@ class WindowDrafter(Drafter):
 
     @abstractmethod
     def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        """What may follow the text, the best first: int32[B, C, L] and lengths, int32[B, C]."""
+        """Returns continuations of the text, the best first: int32[B, C, L] and lengths, int32[B,
+        C]."""
 
     def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
-        """The next token of every column. -> int32[B, W]."""
+        """Returns the next token of every column, int32[B, W]."""
         return verified.choices[:, self.riding + 1 - self.window : self.riding + 1]
 
 
 def _ride_along(
     riding: jax.Array, columns: int, tokens: jax.Array, parents: jax.Array, counts: jax.Array
 ) -> Proposal:
-    """A tree of guesses, behind tokens of the window that only want to be predicted from.
+    """Puts a tree of guesses behind window tokens, which only ask for a prediction.
 
     riding: int32[B, R]; columns: W; tokens, parents, counts: the guesses.
     """

@@ -1,8 +1,10 @@
-"""What speculation costs and gains, by formula and measured: speed, draft length, memory, layers.
+"""Plans speculation, by formula and by measurement: speed, draft length, memory, layers to skip.
 
-Two texts have the formulas: an article on quantized drafts ("Quantized Draft Models for Speculative
-Decoding") and ML-SpecQD (Georganas et al. 2025). The article's printed speed-ups do not follow from
-its own formulas; those are what is here.
+The formulas come from an article on quantized drafts ("Quantized Draft Models for Speculative
+Decoding")
+and from ML-SpecQD (Georganas et al. 2025). The article's printed speed-ups do not follow from its
+own
+formulas; this package implements the formulas.
 """
 
 from specjax.planning.layer_search import LayerSet as LayerSet

@@ -1,15 +1,20 @@
-"""Which layers a model can draft without: a greedy search on a calibration text.
+"""Searches for layers that a model can skip while drafting, greedily on a calibration text.
 
-The set starts as all layers. Each step removes the one without which the most tokens of the text
-are still what the whole model would say; so there is a set of every size. The one wins whose
-acceptance and cost promise the largest speed-up (`planning.speedup`, at its best draft length).
+The set starts as all layers. Each step removes the layer whose removal keeps the most tokens of
+the text
+equal to the whole model's choices, so there is a set of every size. The set with the largest
+predicted
+speed-up wins (`planning.speedup`, at its best draft length).
 
 Acceptance is measured in one teacher-forced pass: the share of positions at which both models'
-greedy choices are the same. There the skipping model reads its own context; when it drafts it reads
-the whole model's, written by the verification, so its drafts are kept a little more often.
+greedy
+choices agree. There the skipping model reads its own context. When it drafts it reads the whole
+model's,
+written by the verification, so its drafts are kept a little more often.
 
-A pass costs what its weights weigh: at small batches they are what it waits for (ML-SpecQD, section
-III-B). `measure` times the set that is found.
+The cost of a pass is the bytes of its weights, which bound small batches (ML-SpecQD, section
+III-B).
+`measure` times the set that is found.
 """
 
 from __future__ import annotations
@@ -39,10 +44,10 @@ class LayerSet:
     """Layers to draft with, for `LayerSkip`.
 
     layers: their numbers, in order.
-    acceptance: the share of the text's positions at which they choose what the whole model does.
-    cost: of a pass, in passes of the whole model.
-    draft_length: the one that promises most.
-    speedup: what it promises.
+    acceptance: the share of the text's positions at which they choose the whole model's token.
+    cost: the cost of a pass, in passes of the whole model.
+    draft_length: the best draft length.
+    speedup: the predicted speed-up at that length.
     """
 
     layers: tuple[int, ...]
@@ -63,16 +68,17 @@ def search_layers(
 ) -> tuple[LayerSet, ...]:
     """Finds the layers to draft with.
 
-    Takes about L³ / 6 layers' passes over the text, for the states before a removed layer stay.
+    Takes about L³ / 6 passes of one layer over the text, since the states before a removed layer
+    are kept.
 
     Args:
       params: the model.
       tokens: int32[S, T], calibration text: S sequences of T tokens, T at least 2, such as
         `specjax.calibration_tokens` makes.
       activation: the draft's activation precision, "a16", "a8" or "a4".
-      least: how many layers the smallest set keeps.
-      longest: the longest draft that is considered.
-      progress: called with the removals done and the removals in all.
+      least: layers that the smallest set keeps.
+      longest: the longest draft to consider.
+      progress: called with the number of removals done and of all removals.
 
     Returns:
       One set per size, the most promising first. If its `speedup` is below 1, skipping layers of
@@ -120,7 +126,7 @@ def _layer_set(
 def _without_each(
     params: Params, kept: tuple[int, ...], x: jax.Array, wanted: jax.Array, activation: Activation
 ) -> dict[int, float]:
-    """How often the model chooses `wanted` without each of the kept layers in turn.
+    """Counts how often the model chooses `wanted` without each of the kept layers in turn.
 
     x: [S, T, D], the embedded text; wanted: int32[S, T].
     """
@@ -136,7 +142,7 @@ def _without_each(
 def _through(
     params: Params, layers: tuple[int, ...], x: jax.Array, activation: Activation
 ) -> jax.Array:
-    """The residual stream [S, T, D] after these layers."""
+    """Returns the residual stream [S, T, D] after these layers."""
     for index in layers:
         # As the only layer of a model: one compilation serves all that are alike.
         alone = dataclasses.replace(
@@ -149,7 +155,7 @@ def _through(
 
 @partial(jax.jit, static_argnames=("config", "activation"))
 def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: Activation) -> jax.Array:
-    """One layer over whole sequences without context."""
+    """Runs one layer over whole sequences without context."""
     rows, width, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
     cache = KVCache.create(config, rows, width)
@@ -159,7 +165,7 @@ def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: Activation
 
 @partial(jax.jit, static_argnames="activation")
 def _choices(params: Params, x: jax.Array, activation: Activation) -> jax.Array:
-    """The greedy choice at every position. [S, T, D] -> int32[S, T]."""
+    """Returns the greedy choice at every position. [S, T, D] -> int32[S, T]."""
 
     def of_sequence(x: jax.Array) -> jax.Array:  # logits of all at once would take gigabytes
         return greedy(

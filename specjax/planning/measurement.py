@@ -1,7 +1,8 @@
-"""What the formulas ask for, measured on this machine: acceptance by decoding, costs by timing.
+"""Measures the formulas' inputs on this machine: acceptance by decoding, costs by timing.
 
 Every pass runs in a compiled loop over the state that decoding begins with. The programs take
-turns, so that a busy machine slows all of them, and only the ratios of their medians are used.
+turns, so
+that a busy machine slows all of them, and only ratios of their medians are used.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _Timed = tuple[DecodeState, jax.Array]  # the state after timed passes, and a su
 class Measurement:
     """A drafter on one model and machine.
 
-    levels: the target and, where its draft is drafted for, the levels below; see `Level`. Costs are
-        in units of one plain pass of the target.
+    levels: the target and any levels below it that are drafted for too; see `Level`. Costs are in
+    plain
+        passes of the target.
     draft_cost: the last drafter's time per draft.
     seconds: one plain pass of the target.
     tokens_per_round: tokens gained per target pass.
@@ -53,11 +55,11 @@ class Measurement:
 
     @property
     def speedup(self) -> float:
-        """What the formula makes of it, at the draft lengths that were measured."""
+        """The speed-up by the formula, at the measured draft lengths."""
         return speedup(self.levels, self.draft_cost)
 
     def adaptive(self) -> Adaptive:
-        """The schedule of the first drafter, with these costs."""
+        """Returns the schedule of the first drafter with these costs."""
         target, *inner = self.levels
         per_draft = draft_time(target.draft_length, inner, self.draft_cost) / target.draft_length
         return Adaptive(draft_cost=per_draft, row_cost=target.row_cost)
@@ -75,21 +77,24 @@ def measure(
     key: jax.Array | None = None,
     turns: int = 5,
 ) -> Measurement:
-    """Measures what `speedup` and `Adaptive` want to know.
+    """Measures the inputs of `speedup` and `Adaptive`.
 
-    Acceptance is that of decoding all prompts; passes are timed with the first of them as context,
-    at 1 … N + 1 tokens where N is the drafter's draft_length. Whole rounds are timed too: what one
-    of a lower level takes beyond its passes counts as verification. The formulas take every round
-    for one of N drafts and every α for the same, so a drafter with a schedule or a confidence is
-    measured without them.
+    Acceptance comes from decoding all prompts. Passes are timed with the first prompts as context,
+    at
+    1 … N + 1 tokens, where N is the drafter's draft_length. Whole rounds are timed too: the time
+    of a
+    lower level's round beyond its passes counts as verification. The formulas assume N drafts and
+    the
+    same α in every round, so schedules and confidences are left out of the measurement.
 
     Args:
       params: the target.
       drafter: a drafter that proposes chains; the models of a MultiLevel are measured each.
       prompts, prompt_lengths, max_new_tokens, sampling, key: as for `specjax.decode`.
-      rows: how many prompts are decoded at a time, the batch size that costs are measured at; all
-        of them unless given. The last batch begins anew with the first prompts where some lack.
-      turns: how often every pass is timed.
+      rows: prompts decoded at a time, which is the batch size that costs are measured at; None:
+      all. The
+        last batch is filled up with the first prompts.
+      turns: the number of times that every pass is timed.
 
     Returns:
       The measurement.
@@ -125,7 +130,7 @@ def measure(
 def _batches(
     tokens: jax.Array, lengths: jax.Array, keys: jax.Array | None, rows: int | None
 ) -> list[dict[str, Any]]:
-    """The prompts as arguments of `decode`, `rows` at a time."""
+    """Returns the prompts as arguments of `decode`, `rows` at a time."""
     count = tokens.shape[0]
     rows = count if rows is None else check_integer("rows", rows)
     if not 1 <= rows <= count:
@@ -194,7 +199,7 @@ def _costs(
 
 
 def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int], float]]:
-    """Timers of the model's passes over 0 … N drafts."""
+    """Returns timers of the model's passes over 0 … N drafts."""
     state = start(model.params, drafter=Autoregressive(), **options)
     holder = [dataclasses.replace(state, lag=model.lag)]
 
@@ -211,10 +216,10 @@ def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int
 
 
 class _Rounds:
-    """A timer of whole drafts for a model with so many levels above it, and of verifying them.
+    """Times whole drafts for a model with so many levels above it, and their verification.
 
-    Alone, the drafting model might stay in the processor's caches, from which the other one drives
-    it in every round.
+    Timed alone, the drafting model might stay in the processor's caches, from which the other model
+    evicts it in every real round.
     """
 
     def __init__(self, model: _Model, depth: int, options: dict[str, Any]) -> None:
@@ -246,7 +251,7 @@ def _verify_repeatedly(
     activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> _Timed:
-    """Verifies a draft of zeros again and again. The sum keeps all passes alive."""
+    """Verifies a draft of zeros repeatedly. The sum keeps the compiler from dropping passes."""
     proposal = Proposal(jnp.zeros((state.tokens.shape[0], drafts), jnp.int32))
 
     def one_pass(_: jax.Array, carry: _Timed) -> _Timed:
@@ -267,7 +272,7 @@ def _draft_and_verify(
     activation: Activation,
     layers: tuple[int, ...] | None,
 ) -> _Timed:
-    """Makes the same draft again and again, and verifies it."""
+    """Makes and verifies the same draft repeatedly."""
 
     def one_round(_: jax.Array, carry: _Timed) -> _Timed:
         state, total = carry

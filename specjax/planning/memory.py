@@ -1,8 +1,9 @@
-"""What decoding holds in memory, in bytes: weights, KV caches and a pass's intermediates.
+"""Plans the memory of decoding, in bytes: weights, KV caches and a pass's intermediates.
 
-The terms of the article's memory_budget ("Memory Budget: Co-Locating Draft and Target"), with the
-bytes that this library really holds in place of parameters · bits / 8: scales, padding, what is
-left in 16 bits, and arrays that draft and target share.
+The terms are those of the article's memory_budget ("Memory Budget: Co-Locating Draft and Target").
+In
+place of parameters · bits / 8 they count the bytes that this library really holds: scales, padding,
+weights that stay in 16 bits, and arrays that draft and target share.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ENTRY_BYTES = 5  # a float32 scale and an 8-bit zero per quantized entry
 class Memory:
     """Bytes held while decoding.
 
-    target, draft: weights; the draft's without what it shares with the target.
+    target, draft: weights; the draft's without the arrays it shares with the target.
     target_cache, draft_cache: KV caches.
     activations: the intermediates of the largest pass.
     """
@@ -51,10 +52,10 @@ def weight_bytes(
     group_size: int | None = 128,
     lm_head: bool = False,
 ) -> int:
-    """Bytes of a model's weights: `Params.nbytes`, without making any.
+    """Computes the bytes of a model's weights, `Params.nbytes`, without making any.
 
     Args:
-      config: the model. Of one whose head is the embedding (tied), `lm_head` quantizes a copy.
+      config: the model. If its head is the embedding (tied), `lm_head` quantizes a copy.
       weights: the format of the blocks' matrices: "plain" (the model's own 16 or 32 bits), "int4"
           (rtn, gptq …), "int8" or "mxfp4". Embeddings, norms and biases are plain always.
       group_size: inputs per scale of "int4" and "int8".
@@ -85,11 +86,13 @@ def cache_bytes(config: ModelConfig, rows: int, slots: int, bits: int = 16) -> i
 
 
 def activation_bytes(config: ModelConfig, rows: int, tokens: int, *, logits: bool = True) -> int:
-    """Bytes of the intermediates of one pass over `tokens` tokens per row: an estimate.
+    """Estimates the bytes of the intermediates of one pass over `tokens` tokens per row.
 
-    What is largest at one time: a block's residual stream with the float32 products of its
-    attention or its feed-forward; or, after the last block, the float32 logits, which the pass over
-    a prompt does without.
+    The largest moment counts: a block's residual stream with the float32 products of its attention
+    or
+    its feed-forward, or the float32 logits after the last block, which a pass over a prompt does
+    not
+    compute.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     inside = 8 * config.hidden_size + 4 * max(2 * heads, 3 * config.intermediate_size)
@@ -112,11 +115,11 @@ def plan_memory(
     cache_bits: int = 16,
     draft_length: int = 5,
 ) -> Memory:
-    """Bytes that decoding with a target and its draft holds.
+    """Computes the bytes that decoding with a target and its draft holds.
 
     Args:
       config, weights: the target, and its format as for `weight_bytes`.
-      draft: the draft's format; None: there is none.
+      draft: the draft's format; None: no draft.
       draft_config: the drafting model; None: a cast of the target, which shares its embedding,
         norms and biases, and its head unless `lm_head`.
       share_cache: a cast drafts from the target's own KV cache.
@@ -124,7 +127,7 @@ def plan_memory(
       lm_head: whether the draft's head is quantized too.
       rows: sequences at a time.
       context: tokens per sequence, prompt and output.
-      prompt: how many of them are the prompt, which is read in one pass; None: all.
+      prompt: tokens of the prompt, which is read in one pass; None: all.
       cache_bits: bits per KV cache entry, 16, 8 or 4.
       draft_length: the most drafts per round; the verifying pass reads one token more.
 
@@ -167,7 +170,7 @@ def plan_memory(
 
 
 def most_that_fits(device: int, needed: Callable[[int], int], most: int) -> int:
-    """The largest n in 0 … most with needed(n) ≤ device, needed rising."""
+    """Returns the largest n in 0 … most with needed(n) ≤ device; needed must rise."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -190,7 +193,7 @@ def _check_format(weights: str, group_size: int | None) -> None:
 def _weight_sizes(
     config: ModelConfig, weights: str, group_size: int | None, lm_head: bool
 ) -> dict[str, int]:
-    """Bytes of every weight by its name."""
+    """Returns the bytes of every weight by its name."""
     shapes = weight_shapes(config)
     if lm_head and weights != "plain":
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
@@ -206,7 +209,7 @@ def _weight_sizes(
 
 
 def _quantized_bytes(shape: tuple[int, ...], weights: str, group_size: int | None) -> int:
-    """Of an (N, K) matrix in a format of `pallas_kernels.formats`."""
+    """Returns the bytes of an (N, K) matrix in a format of `pallas_kernels.formats`."""
     n, k = shape[0], padded_inputs(shape[1])
     if weights == "mxfp4":
         return n * (k // 2 + k // MXFP4_GROUP)
@@ -215,5 +218,5 @@ def _quantized_bytes(shape: tuple[int, ...], weights: str, group_size: int | Non
 
 
 def _plain_bytes(config: ModelConfig) -> int:
-    """Bytes per number that is not quantized."""
+    """Returns the bytes per number that is not quantized."""
     return 2 if config.dtype == "bfloat16" else 4

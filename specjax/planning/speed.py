@@ -1,14 +1,14 @@
-"""How much faster speculation is, from how often drafts are accepted and what passes cost.
+"""Computes the speed-up of speculation from the acceptance of drafts and the cost of passes.
 
 All costs are in units of one plain pass of the target. With α the probability that a draft is kept
 given that those before it were, a round of N drafts gains 1 + α + … + αᴺ tokens (the article, "The
 Acceptance-Rejection Mechanism"; Leviathan et al. 2023, equation 1) and takes N drafting passes and
 one verifying pass.
 
-With several levels, a level's drafts are made in rounds of their own until there are enough of
-them. ML-SpecQD (section III-C) puts the speed that they are made with into its equation 1; that
-takes every round for a full one (`ml_specqd_speedup`). `speedup` counts the rounds that a draft of
-a given length really needs.
+With several levels, a level's drafts are made in rounds of their own until there are enough.
+ML-SpecQD
+(section III-C) puts the speed of these rounds into its equation 1, which assumes full rounds
+(`ml_specqd_speedup`). `speedup` counts the rounds that a draft of a given length really needs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ LONGEST = 12  # drafts per round that are looked at unless told otherwise
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A model that verifies, and how what drafts for it fares.
+    """A model that verifies, with the acceptance of its drafts.
 
     acceptance: α, the probability that a draft is kept given that those before it were, in 0 … 1.
     draft_length: N, drafts per round.
-    pass_cost: the model's pass over one token; of the target 1, or more where a verifying pass
-        costs a fixed share more than a plain one (the article's verify_overhead).
-    row_cost: what every draft adds to the verifying pass.
-    measured: costs of verifying 0, 1, 2 … drafts, which go before pass_cost + n · row_cost.
+    pass_cost: the model's pass over one token; 1 for the target, or more if a verifying pass costs
+    a fixed
+        share more than a plain one (the article's verify_overhead).
+    row_cost: the cost that every draft adds to the verifying pass.
+    measured: costs of verifying 0, 1, 2 … drafts, used instead of pass_cost + n · row_cost.
 
     Raises ValueError where a field is out of its range.
     """
@@ -52,29 +53,30 @@ class Level:
                 raise ValueError("pass_cost must be more than 0, got 0")
 
     def verification(self, drafts: int) -> float:
-        """Cost of the pass that verifies so many drafts."""
+        """Returns the cost of the pass that verifies so many drafts."""
         if drafts < len(self.measured):
             return self.measured[drafts]
         return self.pass_cost + drafts * self.row_cost
 
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
-    """Tokens gained per round, 1 + α + … + αᴺ = (1 - αᴺ⁺¹) / (1 - α).
+    """Returns the tokens gained per round, 1 + α + … + αᴺ = (1 - αᴺ⁺¹) / (1 - α).
 
-    The article's "E[accepted]", which counts the token that the target adds. Raises ValueError
-    where an argument is out of its range.
+    This is the article's "E[accepted]", which counts the token that the target adds. Raises
+    ValueError
+    if an argument is out of its range.
     """
     check_share("acceptance", acceptance)
     return sum(acceptance**n for n in range(check_length(draft_length) + 1))
 
 
 def accepted_share(acceptance: float, draft_length: int) -> float:
-    """The share of all drafts that is kept: ML-SpecQD's α = G / N (section III-B)."""
+    """Returns the share of all drafts that is kept: ML-SpecQD's α = G / N (section III-B)."""
     return (expected_tokens(acceptance, draft_length) - 1) / draft_length
 
 
 def expected_rounds(tokens: int, acceptance: float, draft_length: int) -> float:
-    """Rounds until `tokens` tokens are there, the last one cut off where it makes more.
+    """Returns the expected rounds until there are `tokens` tokens; the last round may be cut off.
 
     R(n) = 1 + Σₖ P(k) · R(n - k - 1), and 0 for n ≤ 0, where P(k) is the chance that a round keeps
     k = 0 … N drafts: (1 - α) · αᵏ, and αᴺ for k = N.
@@ -90,16 +92,17 @@ def expected_rounds(tokens: int, acceptance: float, draft_length: int) -> float:
 
 
 def speedup(levels: Level | Sequence[Level], draft_cost: float, tokens: int | None = None) -> float:
-    """Tokens per second over plain decoding's (the article, "Speedup model").
+    """Returns the speed-up over plain decoding (the article, "Speedup model").
 
     Args:
-      levels: the target with what drafts for it; where that is drafted for in turn, it comes next,
-        with its own pass_cost and row_cost.
+      levels: the target first. If its draft model is drafted for in turn, that model comes next,
+      with its own
+        pass_cost and row_cost.
       draft_cost: one drafting pass of the last drafter (ML-SpecQD's 1 / S).
-      tokens: of a text, whose last round may make more than it needs; None: of one without end.
+      tokens: length of a text, whose last round may make more than needed; None: an endless text.
 
     Returns:
-      The speed-up; below 1 drafting does not pay.
+      The speed-up. Below 1 drafting does not pay.
 
     Raises:
       ValueError: no levels, a cost is negative or no number, or `tokens` is less than 1.
@@ -115,9 +118,10 @@ def speedup(levels: Level | Sequence[Level], draft_cost: float, tokens: int | No
 
 
 def draft_time(tokens: int, levels: Sequence[Level], draft_cost: float) -> float:
-    """Cost of a draft of so many tokens, made by the first of `levels`; without any, by passes.
+    """Returns the cost of a draft of so many tokens, made by the first of `levels` or by plain
+    passes.
 
-    Every round that a level needs drafts its whole length, and is verified in one pass.
+    Every round of a level drafts its whole length and is verified in one pass.
     """
     if not levels:
         return tokens * draft_cost
@@ -130,11 +134,11 @@ def draft_time(tokens: int, levels: Sequence[Level], draft_cost: float) -> float
 def best_draft_lengths(
     levels: Level | Sequence[Level], draft_cost: float, longest: int = LONGEST
 ) -> tuple[Level, ...]:
-    """The levels with the draft lengths that promise most (the article, "Optimal k Selection").
+    """Chooses the draft lengths with the largest speed-up (the article, "Optimal k Selection").
 
     Args:
       levels, draft_cost: as for `speedup`; the levels' own draft lengths do not matter.
-      longest: the longest draft that is tried, for each level.
+      longest: the longest draft to try, for each level.
 
     Returns:
       The levels. Their `speedup` may still be below 1.
@@ -156,7 +160,7 @@ def best_draft_lengths(
 def fastest_drafts(
     tokens: int, levels: Sequence[Level], draft_cost: float, longest: int = LONGEST
 ) -> tuple[Level, ...]:
-    """The levels with the draft lengths that make `draft_time` of so many tokens the least."""
+    """Chooses the draft lengths with the smallest `draft_time` for so many tokens."""
     lengths = itertools.product(range(1, longest + 1), repeat=len(levels))
     tried = (
         tuple(
@@ -171,12 +175,14 @@ def fastest_drafts(
 def ml_specqd_speedup(
     shares: Sequence[float], draft_lengths: Sequence[int], times_faster: Sequence[float]
 ) -> float:
-    """ML-SpecQD's equation 1, (α + 1/N) / (1/N + 1/S), for any number of levels (section III-C).
+    """Computes ML-SpecQD's equation 1, (α + 1/N) / (1/N + 1/S), for any number of levels (section
+    III-C).
 
     Figure 2 plots one level at N = 4 and S = 4, 20 and 100; figure 3 two levels at S = 4 and 100.
 
     Args:
-      shares: of each level's drafts that are kept, α = G / N; the level below the target first.
+      shares: the share of each level's drafts that is kept, α = G / N; the level below the target
+      first.
       draft_lengths: N of each.
       times_faster: S, how many times faster than the target each drafting model is.
 
@@ -204,21 +210,21 @@ def ml_specqd_speedup(
 
 
 def check_share(name: str, value: float) -> float:
-    """`value`; raises ValueError unless it is in 0 … 1."""
+    """Returns `value`. Raises ValueError unless it is in 0 … 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be in 0 … 1, got {value!r}")
     return value
 
 
 def check_cost(name: str, value: float) -> float:
-    """`value`; raises ValueError where it is negative, infinite or no number."""
+    """Returns `value`. Raises ValueError if it is negative, infinite or not a number."""
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be 0 or more, in passes of the target, got {value!r}")
     return value
 
 
 def check_length(value: int, name: str = "draft_length") -> int:
-    """`value` as an int of at least 1. Raises ValueError otherwise."""
+    """Returns `value` as an int. Raises ValueError unless it is at least 1."""
     if check_integer(name, value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return int(value)
