@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from specjax.model.config import ModelConfig, RopeScaling
 
 
-def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_angles(
+    config: ModelConfig, positions: Int32[Array, "B T"]
+) -> tuple[Float32[Array, "B T half"], Float32[Array, "B T half"]]:
     """Returns the cosines and sines of every position's angles: f32[B, T, E/2] each."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(config))
     scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_scale

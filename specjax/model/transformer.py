@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activations import Activation
@@ -167,7 +168,7 @@ def linears(
 
 
 def norm(
-    x: Float[Array, "*rows D"], scale: Float[Array, " D"], config: ModelConfig, dtype: jnp.dtype
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], config: ModelConfig, dtype: DTypeLike
 ) -> Float[Array, "*rows D"]:
     """Applies the root-mean-square norm over the last axis and rounds to `dtype`."""
     normed: jax.Array = rms_norm(x, scale, config.rms_norm_eps, dtype)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from specjax.speculation import trees
 from specjax.speculation.sampling import draw
 
 
-def greedy_match(proposed: jax.Array, drafted: jax.Array, choices: jax.Array) -> jax.Array:
+def greedy_match(
+    proposed: Int32[Array, "B N"], drafted: Int32[Array, " B"], choices: Int32[Array, "B N+1"]
+) -> Int32[Array, " B"]:
     """Keeps drafts while they are the target's own greedy choice (QSpec section 3.1).
 
     Args:
@@ -25,12 +28,12 @@ def greedy_match(proposed: jax.Array, drafted: jax.Array, choices: jax.Array) ->
 
 
 def rejection_sample(
-    keys: jax.Array,
-    proposed: jax.Array,
-    drafted: jax.Array,
-    draft: jax.Array | None,
-    target: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    keys: Key[Array, " B"],
+    proposed: Int32[Array, "B N"],
+    drafted: Int32[Array, " B"],
+    draft: Float32[Array, "B N V"] | None,
+    target: Float32[Array, "B N+1 V"],
+) -> tuple[Int32[Array, " B"], Int32[Array, "B N+1"]]:
     """Speculative sampling: every emitted token has exactly the target's distribution.
 
     Draft d is kept with probability min(1, target(d) / draft(d)). The first rejected draft is
@@ -64,8 +67,11 @@ def rejection_sample(
 
 
 def greedy_path(
-    proposed: jax.Array, parents: jax.Array, meant: jax.Array, choices: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    proposed: Int32[Array, "B N"],
+    parents: Int32[Array, "B N"],
+    meant: Bool[Array, "B N"],
+    choices: Int32[Array, "B N+1"],
+) -> tuple[Int32[Array, " B"], Int32[Array, "B N"]]:
     """Keeps the longest path of a tree that is the target's own greedy continuation.
 
     Args:
@@ -86,13 +92,13 @@ def greedy_path(
 
 
 def sample_path(
-    keys: jax.Array,
-    proposed: jax.Array,
-    parents: jax.Array,
-    meant: jax.Array,
-    draft: jax.Array | None,
-    target: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys: Key[Array, " B"],
+    proposed: Int32[Array, "B N"],
+    parents: Int32[Array, "B N"],
+    meant: Bool[Array, "B N"],
+    draft: Float32[Array, "B N V"] | None,
+    target: Float32[Array, "B N+1 V"],
+) -> tuple[Int32[Array, " B"], Int32[Array, "B N"], Int32[Array, "B N+1"]]:
     """Multi-branch rejection: every emitted token has exactly the target's distribution.
 
     The children of a node are tried one after another. Child d is kept with probability

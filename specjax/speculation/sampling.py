@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from specjax.checks import check_integer
 
@@ -62,7 +63,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def greedy(logits: jax.Array) -> jax.Array:
+def greedy(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
     """Returns the most probable token, the first of equals. f32[..., V] -> int32[...].
 
     XLA:CPU vectorizes a maximum but not an argmax. So this finds the block that holds the maximum,
@@ -76,8 +77,8 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 def probabilities(
-    logits: jax.Array, sampling: Sampling, seen: jax.Array | None = None
-) -> jax.Array:
+    logits: Float32[Array, "*B V"], sampling: Sampling, seen: Bool[Array, "*B V"] | None = None
+) -> Float32[Array, "*B V"]:
     """Returns the distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1.
 
     seen: bool[..., V], the tokens that a repetition penalty applies to; needed if there is one.
@@ -100,12 +101,12 @@ def probabilities(
 
 
 def seen_tokens(
-    tokens: jax.Array,
-    lengths: jax.Array,
-    following: jax.Array,
+    tokens: Int32[Array, "B W"],
+    lengths: Int32[Array, " B"],
+    following: Int32[Array, "B N"],
     vocab_size: int,
-    ancestors: jax.Array | None = None,
-) -> jax.Array:
+    ancestors: Int32[Array, "B N depth"] | None = None,
+) -> Bool[Array, "B N+1 {vocab_size}"]:
     """Returns which tokens a row holds before each of its next places.
 
     Args:
@@ -148,7 +149,7 @@ def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
         """Returns the weight of all tokens before those of a rank."""
         return jnp.sum(jnp.where(ranks < rank, weights, 0), axis=(-2, -1), keepdims=True)
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = low + (high - low + 1) // 2
         kept = before(middle) < limit
@@ -165,7 +166,7 @@ def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
     )
 
 
-def draw(keys: jax.Array, distribution: jax.Array) -> jax.Array:
+def draw(keys: Key[Array, " B"], distribution: Float32[Array, "B V"]) -> Int32[Array, " B"]:
     """Draws one token per row, each with its own key. keys: [B], f32[B, V] -> int32[B].
 
     Weights need not sum to 1. A token of weight 0 is never drawn. A block of tokens is drawn

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 
 def from_sequences(
-    sequences: jax.Array, lengths: jax.Array, nodes: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    sequences: Int32[Array, "B C L"], lengths: Int32[Array, "B C"], nodes: int
+) -> tuple[Int32[Array, "B {nodes}"], Int32[Array, "B {nodes}"], Int32[Array, " B"]]:
     """Merges candidate continuations into a trie: common beginnings appear once.
 
     Nodes follow the order of the sequences, and the order of the tokens within a sequence. The cut
@@ -48,7 +49,7 @@ def from_sequences(
     )
 
 
-def ancestors(parents: jax.Array) -> jax.Array:
+def ancestors(parents: Int32[Array, "B N"]) -> Int32[Array, "B N N"]:
     """Returns the path to every node, itself last. int32[B, N] -> int32[B, N, N], padded with -1.
 
     Entry d is the node at depth d; numbers rise along a path.
@@ -70,7 +71,7 @@ def _follow(values: jax.Array, nodes: jax.Array) -> jax.Array:
     return jnp.where(nodes[..., None] >= 0, found, -1)
 
 
-def depths(paths: jax.Array) -> jax.Array:
+def depths(paths: Int32[Array, "B N depth"]) -> Int32[Array, "B N"]:
     """Returns the depth of every node, 0 for a child of the last token. `ancestors` -> int32[B,
     N]."""
     return jnp.sum(paths >= 0, axis=2, dtype=jnp.int32) - 1

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.activations import Activation
 from specjax.model.kv_cache import KVCache
@@ -157,11 +158,11 @@ def _due(chosen: jax.Array, carry: _Scored) -> jax.Array:
 def score(
     params: Params,
     state: DecodeState,
-    following: jax.Array,
+    following: Int32[Array, "B N"],
     activation: Activation,
     layers: tuple[int, ...] | None,
-    parents: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
+    parents: Int32[Array, "B N"] | None = None,
+) -> tuple[Float32[Array, "B N+1 V"], KVCache]:
     """Scores the last token and each of `following` in one pass.
 
     The pass begins at the first token that the cache lacks. following: int32[B, N], a chain or,
@@ -204,7 +205,7 @@ def _parents_in_pass(parents: jax.Array, known: jax.Array, lag: int) -> jax.Arra
     return jnp.where(place < known, place - 1, known + jnp.take_along_axis(parents, node, axis=1))
 
 
-def fit_vocabulary(logits: jax.Array, size: int) -> jax.Array:
+def fit_vocabulary(logits: Float32[Array, "*B _"], size: int) -> Float32[Array, "*B {size}"]:
     """Cuts or pads logits to the target's vocabulary, for a draft model that pads it differently.
 
     f32[..., V'] -> f32[..., size]; tokens that the model lacks get -inf.
