@@ -105,7 +105,7 @@ def check(implementation: str, x: jax.Array, weight: Weight, activation: str) ->
 @implementations
 @formats
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_the_meaning(implementation: str, name: str, dtype: str) -> None:
     for m, n, k in ((1, 70, 300), (9, 65, 512)):
         weight = random_weights(n, k)[name]

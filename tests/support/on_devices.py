@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -275,10 +276,10 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    for name, case in CASES.items():
+    for name in sys.argv[1:] or CASES:
         error = None
         try:
-            case()
+            CASES[name]()
         except Exception:
             error = traceback.format_exc()
         print(json.dumps({"case": name, "error": error}), flush=True)
