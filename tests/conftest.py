@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxtyping
 import pytest
 
 from specjax.model.params import Params
@@ -59,6 +60,14 @@ def forget_compiled_programs() -> Iterator[None]:
     mappings that Linux allows a process, and the one that finds no room ends in a crash."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def wrong_types() -> Iterator[None]:
+    """For tests that pass wrong types on purpose: the check of annotations would come first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -264,6 +264,7 @@ def test_bad_input_gets_one_clear_sentence(params, change, message) -> None:
         specjax.decode(**arguments)
 
 
+@pytest.mark.usefixtures("wrong_types")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
