@@ -165,7 +165,7 @@ def test_a_killed_build_goes_on(corpus, tmp_path) -> None:
     ("content", "message"),
     [
         (b"", "holds no text"),
-        (b"\xff\xfe\x00", "no text in UTF-8"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b"1 2\x003 4 5", "holds zero bytes"),
         (b'{"title": "1 2 3 4 5"}\n', "line 1 of .* has no text in any of text, content"),
         (b'{"text": "1 2 3 4 5"}\n{\n', "line 2 of .* is not valid JSON"),
