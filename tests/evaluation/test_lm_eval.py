@@ -131,6 +131,7 @@ def test_likelihoods(harness: Any, tasks: Path) -> None:
 
 
 # Continuations are `generate`'s up to the first of the strings, with any drafter and batch.
+@pytest.mark.exhaustive
 def test_continuations(harness: Any, tasks: Path) -> None:
     params, tokenizer = specjax.load("tiny"), specjax.load_tokenizer("tiny")
     expected = []
@@ -179,6 +180,7 @@ class _Model:
 
 
 # A continuation ends at the first string that comes, whatever their order and their place in it.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("until", [["e"], ["zzz", "the", "e"], "e"])
 def test_until(harness: Any, until: Any) -> None:
     model = _Model()
@@ -191,6 +193,7 @@ def test_until(harness: Any, until: Any) -> None:
 
 
 # Decoding ends with the string, of however many tokens; special tokens show in no text.
+@pytest.mark.exhaustive
 def test_strings_end_the_decoding(harness: Any, monkeypatch: Any) -> None:
     model = _Model()
     (whole,) = model.generate("Once upon a time", max_gen_toks=20)
@@ -210,6 +213,7 @@ def test_strings_end_the_decoding(harness: Any, monkeypatch: Any) -> None:
 
 
 # A context that is too long keeps its last tokens, and an empty one begins with the end of a text.
+@pytest.mark.exhaustive
 def test_contexts_of_any_length(harness: Any) -> None:
     model = _Model()
     params, tokenizer = specjax.load("tiny"), specjax.load_tokenizer("tiny")
@@ -226,6 +230,7 @@ def test_contexts_of_any_length(harness: Any) -> None:
         model.generate("a", max_gen_toks=512)
 
 
+@pytest.mark.exhaustive
 def test_sampling_follows_the_seed(harness: Any) -> None:
     settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0, "max_gen_toks": 16}
     prompts = ["Once upon a time"] * 2
@@ -242,6 +247,7 @@ def test_unknown_generation_arguments(harness: Any) -> None:
 
 
 # The context of a request is what the template makes of it; without one nothing is decoded.
+@pytest.mark.exhaustive
 def test_chat_templates(harness: Any, tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no chat template"):
         _conversations(harness, tasks, _Model().model)

@@ -77,7 +77,7 @@ DRAFTERS = {
     "spectra below a cast": MultiLevel(DraftModel(MXFP4, 3), Spectra(3, 1, 2, capacity=64)),
 }
 # A model of its own, chains and levels, the target itself, and trees of guesses without a model.
-KINDS = ("another model", "spectra and a corpus", "QSpec", "adaptive", "two levels in one cache")
+KINDS = ("another model", "spectra and a corpus", "two levels in one cache")
 EVERYTHING = Sampling(temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3)
 SETTINGS = [
     Sampling(),
@@ -191,6 +191,7 @@ def test_every_setting_keeps_it(sampling: Sampling) -> None:
     _assert_exact("another model", sampling)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", representatives(DRAFTERS, *KINDS[:2]))
 def test_a_key_gives_one_text(name: str) -> None:
     """Whatever the batch, its size, and the row's place in it."""

@@ -192,6 +192,7 @@ def same_entries(cache: KVCache, expected: KVCache) -> None:
             np.testing.assert_array_equal(ours[row, :length], theirs[row, :length])
 
 
+@pytest.mark.exhaustive
 def test_a_levels_own_cache_is_what_its_model_writes() -> None:
     drafter = DRAFTERS["below a level"]
     state = start(TARGET, PROMPTS, drafter=drafter, max_new_tokens=NEW)
@@ -225,6 +226,7 @@ def test_the_drafter_is_told_what_the_target_would_say_after_every_node() -> Non
         np.testing.assert_array_equal(verified.choices.reshape(-1), said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "drafter",
     [
@@ -376,6 +378,7 @@ def test_decoding_samples_what_plain_decoding_samples(drafter: specjax.Drafter) 
     assert stats.chi2_contingency(table).pvalue > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_a_repetition_penalty_counts_the_path_alone() -> None:
     """With one token to draw from, sampling is greedy decoding with a penalty."""
     options = {

@@ -58,6 +58,7 @@ def test_the_meaning_is_the_reference(name: str, activation: str, m: int, n: int
     assert np.all(error <= sizes * 2.0**-20)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_of_the_identity_reads_one_weight(name: str) -> None:
     # With x = 1 every weight comes out as it is, bit for bit.

@@ -46,7 +46,10 @@ def runtimes() -> list[str]:
 
 
 RUNTIMES = runtimes()
-pytestmark = pytest.mark.skipif(not RUNTIMES, reason="needs g++ and its sanitizers")
+pytestmark = [
+    pytest.mark.exhaustive,  # compiles the library anew
+    pytest.mark.skipif(not RUNTIMES, reason="needs g++ and its sanitizers"),
+]
 
 
 @pytest.fixture(scope="module")

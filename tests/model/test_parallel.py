@@ -47,6 +47,7 @@ def test_eight_devices(outcomes: dict[str, str | None], name: str) -> None:
     assert outcomes[name] is None, outcomes[name]
 
 
+@pytest.mark.exhaustive
 def test_two_processes() -> None:
     """Both have the outputs of one device; when one is killed, the other ends with an error."""
     with socket.socket() as free:
