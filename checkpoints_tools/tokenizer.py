@@ -6,17 +6,20 @@ have only a SentencePiece `tokenizer.model`, which transformers converts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import tokenizers
+
+from checkpoints_tools.chat.template import ChatTemplate, read_chat_template
+from specjax.checks import printable
 
 
 class Tokenizer:
@@ -28,12 +31,17 @@ class Tokenizer:
 
     Args:
       backend: the tokenizer of the `tokenizers` library that does the work.
-      path: the checkpoint's directory, which may hold a chat template.
+      path: the directory or file that it comes from, for messages.
+      chat: the checkpoint's chat template, None if it has none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, path: Path | None = None) -> None:
-        self._backend = backend
-        self._path = path
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        path: Path | None = None,
+        chat: ChatTemplate | None = None,
+    ) -> None:
+        self._backend, self._path, self._chat = backend, path, chat
         backend.no_truncation()  # a checkpoint may have been saved with the settings of training
         backend.no_padding()
 
@@ -62,42 +70,21 @@ class Tokenizer:
           The text, with special tokens written by name. Encode it with `special_tokens=False`.
 
         Raises:
-          ValueError: the checkpoint has no chat template, or the template refuses these messages.
+          ValueError: the checkpoint has no chat template; or the template refuses these messages,
+            fails, or takes too much time, memory or text.
         """
-        render = self._conversations.apply_chat_template
-        from jinja2 import TemplateError
-
-        try:
-            text: str = render(
-                [dict(message) for message in messages], tokenize=False,
-                add_generation_prompt=answer, continue_final_message=not answer,
-            )  # fmt: skip
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return text
+        return self._template.render(messages, answer)
 
     @property
     def chat_template(self) -> str:
         """The Jinja template that `chat` renders. Raises ValueError if the checkpoint has none."""
-        template: str = self._conversations.chat_template
-        return template
+        return self._template.text
 
-    @cached_property
-    def _conversations(self) -> Any:
-        for package in ("transformers", "jinja2"):
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"a chat template needs {package}: pip install 'specjax[chat]'")
-        import transformers  # here, because it takes seconds
-
-        try:
-            loaded = transformers.AutoTokenizer.from_pretrained(self._path, local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:  # without a configuration, for example
-            raise ValueError(
-                f"the tokenizer of {self._path} has no chat template: {error}"
-            ) from error
-        if not isinstance(loaded.chat_template, str):
+    @property
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
             raise ValueError(f"the tokenizer of {self._path} has no chat template")
-        return loaded
+        return self._chat
 
     @cached_property
     def _contents(self) -> str:
@@ -179,12 +166,25 @@ def read_tokenizer(path: Path) -> Tokenizer:
         file = path / "tokenizer.model"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has neither tokenizer.json nor tokenizer.model")
-    try:
+    with _one_sentence(f"{file} cannot be read"):
         if file.suffix == ".json":
-            return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
-        return Tokenizer(_from_sentencepiece(path), path)
-    except Exception as error:  # both libraries raise bare Exception, among others
-        raise ValueError(f"{file} cannot be read: {error}") from error
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        else:
+            backend = _from_sentencepiece(path)
+    return Tokenizer(backend, path, read_chat_template(path))
+
+
+@contextlib.contextmanager
+def _one_sentence(failure: str) -> Iterator[None]:
+    """Turns whatever the libraries raise into a ValueError: bare exceptions, and panics in Rust."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{failure}: {printable(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which has no public name
+            raise
+        raise ValueError(f"{failure}: {printable(error)}") from error
 
 
 def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
@@ -194,7 +194,9 @@ def _from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     import transformers  # here, because it takes seconds
 
     if (path / "tokenizer_config.json").is_file():
-        loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     else:  # among the supported families, only Llama and Mistral have such files
         loaded = transformers.LlamaTokenizer.from_pretrained(path, add_bos_token=True)
     return loaded.backend_tokenizer

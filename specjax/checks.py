@@ -1,9 +1,14 @@
-"""Checks of single values, shared by several rooms."""
+"""Checks of single values, shared by several rooms, and how messages show values of others."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import operator
+import reprlib
 from typing import Any
+
+SHOWN_CHARACTERS = 300  # of a foreign text in a message
 
 
 def check_integer(name: str, value: Any) -> int:
@@ -13,4 +18,71 @@ def check_integer(name: str, value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+        raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The integers from `least` to `most`, as what a field accepts."""
+
+    least: int
+    most: int
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError unless `value` is one of them."""
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or not self.least <= value <= self.most
+        ):
+            accepted = f"an integer from {self.least} to {self.most}"
+            raise ValueError(f"{name} must be {accepted}, got {shown(value)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """The numbers from `least`, or above `above`, to `most`, as what a field accepts."""
+
+    most: float
+    least: float = -math.inf
+    above: float = -math.inf
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError unless `value` is one of them."""
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not self.least <= value <= self.most
+            or not self.above < value
+        ):
+            closed = self.least > self.above
+            low = f"from {self.least:g} to" if closed else f"above {self.above:g} and at most"
+            raise ValueError(f"{name} must be a number {low} {self.most:g}, got {shown(value)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value that others wrote, as a message may hold it: short, and no character of control."""
+    return _SHORT.repr(value)
+
+
+def printable(text: object) -> str:
+    """A name or a message that others wrote, as `shown`, but without quotes.
+
+    A character that does not print is written as in a Python string: a terminal would obey it.
+    """
+    whole = str(text)
+    kept = whole[:SHOWN_CHARACTERS]
+    safe = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in kept)
+    return safe if kept == whole else f"{safe}…"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+_SHORT.maxlist = _SHORT.maxdict = 4
+_SHORT.maxlevel = 3

@@ -1,0 +1,139 @@
+"""A checkpoint's chat template: where it lies, and a conversation in its format."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints_tools.chat.renderer import RENDERER
+from specjax.checks import printable, shown
+from specjax.files.json_objects import read_object
+
+MOST_CHARACTERS = 2**20  # of a template; the longest that is published has some 20,000
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends the message that the model is to continue
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template in the style of Hugging Face.
+
+    text: the template.
+    special_tokens: the tokens that it may write, by the names that it knows, such as "bos_token".
+    source: the file that holds it, for messages.
+    """
+
+    text: str
+    special_tokens: Mapping[str, str]
+    source: str
+
+    def render(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
+        """A conversation as text. Arguments and errors are those of `Tokenizer.chat`."""
+        conversation = [_message(message) for message in messages]
+        if not conversation:
+            raise ValueError("messages must hold at least one message, got none")
+        if not answer:
+            conversation[-1]["content"] += _MARK
+        variables = {
+            **self.special_tokens, "messages": conversation, "tools": None, "documents": None,
+            "add_generation_prompt": answer,
+        }  # fmt: skip
+        try:
+            kind, text = RENDERER.render(self.text, variables)
+        except TypeError as error:  # a field beside those two, which JSON cannot hold
+            raise ValueError(f"messages must hold what JSON can hold: {error}") from None
+        if kind == "refused":
+            raise ValueError(
+                f"{self.source}: the chat template refuses the messages: {_said(text)}"
+            )
+        if kind != "text":
+            raise ValueError(f"{self.source}: the chat template cannot be rendered: {_said(text)}")
+        return text if answer else self._before_mark(text)
+
+    def _before_mark(self, text: str) -> str:
+        """The text up to the end of the last message."""
+        end = text.rfind(_MARK.rstrip())
+        if end < 0:
+            raise ValueError(f"{self.source}: the chat template leaves out the last message")
+        # Where the mark has lost its space, the template strips messages, and the text before the
+        # mark would have lost its space too.
+        return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
+
+
+def read_chat_template(path: Path) -> ChatTemplate | None:
+    """The chat template in a checkpoint's directory.
+
+    Args:
+      path: a directory that may have chat_template.jinja, tokenizer_config.json and
+        special_tokens_map.json.
+
+    Returns:
+      The template, or None if there is none. Of several templates it is the one called "default".
+
+    Raises:
+      ValueError: a file is damaged, or holds something else.
+    """
+    own_file, config_file = path / "chat_template.jinja", path / "tokenizer_config.json"
+    config = read_object(config_file) if config_file.is_file() else {}
+    if own_file.is_file():
+        source, text = own_file, _read_text(own_file)
+    elif (default := _default(config.get("chat_template"), config_file)) is not None:
+        source, text = config_file, default
+    else:
+        return None
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{source}: the chat template has {len(text)} characters; "
+            f"accepted: up to {MOST_CHARACTERS}"
+        )
+    named = dict(config)
+    old = path / "special_tokens_map.json"  # the only place in which old checkpoints name them
+    if old.is_file() and "added_tokens_decoder" not in config:
+        named |= read_object(old)
+    return ChatTemplate(text, _special_tokens(named), str(source))
+
+
+def _default(value: Any, file: Path) -> str | None:
+    """The text in the field chat_template: one template, or several with names."""
+    if isinstance(value, list):
+        named = [each for each in value if isinstance(each, dict)]
+        value = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{file}: chat_template must be a text, got {shown(value)}")
+    return value
+
+
+def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the fields that name a token; a field holds a text or a token's description."""
+    extra = fields.get("extra_special_tokens")
+    named = {name: value for name, value in fields.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in named.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_text(file: Path) -> str:
+    if file.stat().st_size > 4 * MOST_CHARACTERS:
+        raise ValueError(f"{file} has more than the {4 * MOST_CHARACTERS} bytes of a chat template")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message that JSON can hold, without fields that are None: templates would write "None"."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    for name in ("role", "content"):
+        if not isinstance(fields.get(name), str):
+            raise ValueError(f"messages need a text in {name!r}, got {shown(fields.get(name))}")
+    return fields
+
+
+def _said(text: str) -> str:
+    """What a template or Jinja says, in one line."""
+    return printable(" ".join(text.split())) or "without a reason"
