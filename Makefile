@@ -7,6 +7,7 @@ GPU := .venv-gpu
 # jaxlib 0.11, which Python 3.12 and later get, refuses the second flag.
 COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
     'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * (jaxlib.__version__ < "0.11"))')
+OPTIMIZED = $(shell grep -lr "mark\.optimized" tests --include="*.py")
 
 .PHONY: demo test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
@@ -18,12 +19,12 @@ demo: $(VENV)/.base
 # run as users' programs are compiled; `pytest` alone runs all of them so.
 # `test` covers every room and every promise; `test-rest` runs the cases that it leaves out.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "optimized and not exhaustive"
+	$(BIN)/python -m pytest -m "optimized and not exhaustive" $(OPTIMIZED)
 	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
 	    $(BIN)/python -m pytest -m "not optimized and not exhaustive"
 
 test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest -m "optimized and exhaustive"
+	$(BIN)/python -m pytest -m "optimized and exhaustive" $(OPTIMIZED)
 	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
 	    $(BIN)/python -m pytest -m "not optimized and exhaustive"
 

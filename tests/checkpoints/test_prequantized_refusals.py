@@ -169,7 +169,24 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         (
             PACKED, PACKED_PACKER,
             lambda path: set_config(path, PACKED | {"config_groups": {"W4A16": ["Linear"]}}),
-            "{}/config.json: a field has a value of the wrong type: ",
+            "{}/config.json: quantization_config.config_groups.W4A16 must be an object, got "
+            "['Linear']",
+        ),
+        (
+            PACKED, PACKED_PACKER,
+            lambda path: set_config(path, PACKED | {"ignore": ["re:(a|a)*b"]}),
+            "{}/config.json: quantization_config: the pattern 're:(a|a)*b' could take for ever; "
+            "accepted: up to 4 repetitions, none of a group",
+        ),
+        (
+            PACKED, PACKED_PACKER,
+            lambda path: set_config(path, PACKED | {"ignore": ["re:" + ".*" * 20 + "x"]}),
+            "{}/config.json: quantization_config: the pattern 're:.*.*",
+        ),
+        (
+            PACKED, PACKED_PACKER,
+            lambda path: set_config(path, PACKED | {"ignore": ["re:" + "(" * 10**5]}),
+            "{}/config.json: quantization_config: the pattern 're:(((",
         ),
         (
             {"quant_method": "mxfp4"}, packers.mxfp4("weight_blocks", "weight_scales"),

@@ -81,6 +81,7 @@ def test_loss_falls(whole: Path) -> None:
         assert records[-1]["validation"][kind] < np.log(MICRO.vocab_size) - 0.1
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_to_identical_parameters(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

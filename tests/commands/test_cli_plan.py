@@ -54,6 +54,7 @@ def test_plan_speed(tmp_path, capsys) -> None:
     assert "does not pay" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_plan_speed_measures(llama, tmp_path, capsys) -> None:
     prompts, target = tmp_path / "prompts.txt", tmp_path / "numbers.json"
     prompts.write_text("w72 w33 w44\nw1 w2\n")

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import representatives
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SHORTEST = ROOT / "examples" / "quantize_and_draft.py"  # to run
 GUIDES = ("index", "chat", "research", "convert")
 BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", representatives(EXAMPLES, SHORTEST), ids=lambda path: path.stem)
 def test_example_runs(
     example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,33 +99,33 @@ NEW = 32
 WIDE, INT4 = random_model(), quantized_model()
 
 
-def _store(params: specjax.Params) -> Datastore:
-    """Of what the model writes after other prompts, so that some of it is found."""
+def _spectra(params: specjax.Params) -> Combined:
+    """With a corpus that the model wrote after other prompts, so that some of it is found."""
     starts = jnp.arange(2, 90, 4)[:, None]
     texts = specjax.decode(params, starts, max_new_tokens=40, drafter=specjax.Autoregressive())
-    return Datastore.create(list(np.asarray(texts.tokens)), CONFIG.vocab_size)
+    store = Datastore.create(list(np.asarray(texts.tokens)), CONFIG.vocab_size)
+    return Combined(Spectra(3, 2, 2), Retrieval(store, nodes=6, depth=4, shortest=1))
 
 
-STORES = {"16 bits": _store(WIDE), "4 bits": _store(INT4)}
-
-
-def _found(name: str) -> Retrieval:
-    return Retrieval(STORES[name], nodes=6, depth=4, shortest=1)
-
-
-SPECTRA = Combined(Spectra(3, 2, 2), _found("16 bits"))
 DRAFTERS = {
-    "SPECTRA": (WIDE, SPECTRA),
-    "three": (WIDE, Combined(Combined(Lookahead(3, 2, 2), NGram(3)), PromptLookup(4), extra=2)),
-    "below QSpec": (INT4, MultiLevel(QSpec(5), Combined(Spectra(3, 2, 2), _found("4 bits")))),
-    "below a cast": (WIDE, MultiLevel(DraftModel(INT4, 5, share_cache=True), SPECTRA)),
+    "SPECTRA": (WIDE, _spectra),
+    "three": (
+        WIDE,
+        lambda _: Combined(Combined(Lookahead(3, 2, 2), NGram(3)), PromptLookup(4), extra=2),
+    ),
+    "below QSpec": (INT4, lambda params: MultiLevel(QSpec(5), _spectra(params))),
+    "below a cast": (
+        WIDE,
+        lambda params: MultiLevel(DraftModel(INT4, 5, share_cache=True), _spectra(params)),
+    ),
 }
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", representatives(DRAFTERS, "below QSpec"))
 def test_greedy_output_does_not_change(name: str) -> None:
-    params, drafter = DRAFTERS[name]
+    params, make = DRAFTERS[name]
+    drafter = make(params)
     plain, drafted = (
         specjax.decode(params, PROMPTS, max_new_tokens=NEW, drafter=each)
         for each in (specjax.Autoregressive(), drafter)

@@ -324,6 +324,7 @@ def test_the_command_says_what_is_wrong(folder, capsys) -> None:
     assert "gsm8k" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_evaluate_table_command(folder, capsys) -> None:
     target = folder / "table.json"
     options = ["--data", str(folder), "--models", "RTN=tiny", "--json", str(target)]

@@ -146,6 +146,7 @@ def test_continuations(harness: Any, tasks: Path) -> None:
         assert [text for (text,) in answers[:3]] == expected
 
 
+@pytest.mark.exhaustive
 def test_command(harness: Any, tasks: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["specjax"])
     arguments = [

@@ -301,6 +301,7 @@ def test_measure_counts_what_decoding_counts() -> None:
     assert schedule.row_cost == found.levels[0].row_cost and schedule.draft_cost > 0
 
 
+@pytest.mark.exhaustive
 def test_measure_takes_acceptance_from_all_prompts() -> None:
     """Decoded one at a time they fare as they do together, since no row knows of its neighbours."""
     drafter = specjax.LayerSkip((0, 2, 3), 2)

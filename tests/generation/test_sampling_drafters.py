@@ -76,8 +76,8 @@ DRAFTERS = {
     ),
     "spectra below a cast": MultiLevel(DraftModel(MXFP4, 3), Spectra(3, 1, 2, capacity=64)),
 }
-# A model of its own, chains and levels, the target itself, and trees of guesses without a model.
-KINDS = ("another model", "spectra and a corpus", "two levels in one cache")
+# A model that drafts chains, and trees of guesses without a model.
+KINDS = ("another model", "spectra and a corpus")
 EVERYTHING = Sampling(temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3)
 SETTINGS = [
     Sampling(),
@@ -184,15 +184,13 @@ def test_texts_have_the_targets_distribution(name: str) -> None:
     _assert_exact(name, EVERYTHING)
 
 
-@pytest.mark.parametrize(
-    "sampling", representatives(SETTINGS, Sampling(), Sampling(temperature=1.5, top_k=2)), ids=repr
-)
+@pytest.mark.parametrize("sampling", representatives(SETTINGS, Sampling()), ids=repr)
 def test_every_setting_keeps_it(sampling: Sampling) -> None:
     _assert_exact("another model", sampling)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", representatives(DRAFTERS, *KINDS[:2]))
+@pytest.mark.parametrize("name", representatives(DRAFTERS, *KINDS))
 def test_a_key_gives_one_text(name: str) -> None:
     """Whatever the batch, its size, and the row's place in it."""
     texts = _sampled(name, EVERYTHING)

@@ -10,6 +10,7 @@ import pytest
 import specjax
 from specjax.generation.text import TextStream
 from specjax.speculation.rounds import step
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model
 
 PROMPT = [72, 33, 44]
@@ -119,6 +120,7 @@ def test_stream_rejects_bad_input_at_the_call(params) -> None:
         specjax.stream(None, PROMPT)
 
 
+@pytest.mark.exhaustive
 def test_prompts_of_like_length_share_their_programs(params) -> None:
     def tokens(prompt: list[int]) -> list[int]:
         rounds = specjax.stream(params, prompt, max_new_tokens=11)
@@ -135,7 +137,7 @@ def test_prompts_of_like_length_share_their_programs(params) -> None:
     assert step._cache_size() > compiled, "a case that tests nothing"
 
 
-@pytest.mark.parametrize("length", [481, 490, 500])
+@pytest.mark.parametrize("length", representatives([481, 490, 500], 490))
 def test_padding_leaves_room_for_the_output(params, length) -> None:
     prompt = (PROMPT * 200)[:length]
     room = CONFIG.max_position_embeddings - length

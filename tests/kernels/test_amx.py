@@ -1,9 +1,8 @@
 """Tile products (AMX) on machines without them: the library as built, under an emulator.
 
 The emulator (tests/native/amx_emulator.c) is preloaded into a process of its own, in which the
-tests of
-`matmul` and attention run once more. On a machine with tiles they run as they are, and here is
-nothing to do.
+tests of `matmul` and attention run once more. On a machine with tiles they run as they are, and
+this file has nothing to do.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import pytest
 
 from pallas_kernels.cpu.native import instruction_sets
 from tests.conftest import ROOT
+from tests.support.covering import left_out
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "amx_emulator.c"
 
@@ -38,15 +38,19 @@ def emulator(tmp_path: Path) -> Path:
     return path
 
 
+MATMUL, ATTENTION = "tests/kernels/test_matmul.py", "tests/kernels/test_cpu_attention.py"
+
+
 @pytest.mark.parametrize(
-    ("module", "products"), [("test_matmul.py", 2), ("test_cpu_attention.py", 1)]
-)
-@pytest.mark.parametrize(
-    "selection",
-    ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)],
+    ("selection", "modules", "products"),
+    [
+        ("not exhaustive", (MATMUL, ATTENTION), 2),
+        left_out(("exhaustive", (MATMUL,), 2)),
+        left_out(("exhaustive", (ATTENTION,), 1)),
+    ],
 )
 def test_by_tiles(
-    module: str, products: int, selection: str, emulator: Path, tmp_path: Path
+    selection: str, modules: tuple[str, ...], products: int, emulator: Path, tmp_path: Path
 ) -> None:
     """products: how many kinds there are, of integers and of bfloat16."""
     # Against float64, whatever the number of rows, and integers as on other instruction sets.
@@ -58,7 +62,7 @@ def test_by_tiles(
         "SPECJAX_AMX_EMULATED": "1",
     }
     options = ["-n", "0", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, f"tests/kernels/{module}"]
+    command = [sys.executable, "-m", "pytest", *options, *modules]
     command += ["-k", "avx512_amx and not float32", "-m", selection]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:

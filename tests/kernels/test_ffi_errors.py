@@ -24,8 +24,8 @@ def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def zeros(*dims: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.zeros(dims, dtype)
+def zeros(*dims: int, dtype: Any = jnp.float32) -> np.ndarray:
+    return np.zeros(dims, dtype)
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -37,7 +37,7 @@ class Call:
     """A call of one handler: operands and attributes in their order; None leaves one out."""
 
     handler: str
-    operands: dict[str, jax.Array | None]
+    operands: dict[str, np.ndarray | None]
     results: tuple[jax.ShapeDtypeStruct, ...]
     attributes: dict[str, Any]
 

@@ -76,12 +76,13 @@ def represented(x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray
 
 
 @platforms
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("m", "n", "k", "group_size", "dtype", "activation"), CASES)
 @pytest.mark.covering(1)
-def test_the_meaning_is_the_reference(platform: str, case: tuple) -> None:
+def test_the_meaning_is_the_reference(
+    platform: str, m: int, n: int, k: int, group_size: int | None, dtype: str, activation: str
+) -> None:
     # |kernel − exact| and |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|: 16 roundings of
     # float32, where one misplaced nibble or scale costs 2^-10 and more.
-    m, n, k, group_size, dtype, activation = case
     x, weight = random_rows(m, k), random_int4(n, k, group_size, dtype)
     y = interpreted(platform, x, weight, activation)
     values, w = represented(x, weight, activation), np.asarray(dequantize(weight), np.float64)
@@ -93,6 +94,7 @@ def test_the_meaning_is_the_reference(platform: str, case: tuple) -> None:
 
 @platforms
 @pytest.mark.parametrize(("activation", "group_size"), [("a16", 64), ("a8", 128), ("a4", None)])
+@pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(
     platform: str, activation: str, group_size: int | None
 ) -> None:

@@ -22,6 +22,7 @@ FORMATS = ("int4 128 zeros", "int4 32 zeros", "int4 None zeros", "mxfp4", "int8 
 
 @pytest.mark.parametrize("activation", ["a16", "a8"])
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.covering(1)
 def test_the_meaning_is_the_reference(name: str, activation: str) -> None:
     # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, where w counts the zero it is lessened
     # by: one misplaced nibble, scale or zero costs 2^-10 and more.

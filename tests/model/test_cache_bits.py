@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from pallas_kernels.cache_entries import (
 from pallas_kernels.cpu.native import instruction_sets
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 
 BITS = (8, 4)
@@ -100,9 +103,9 @@ def test_attention_over_codes_under_vmap() -> None:
 
 # The promise of the library for every cache precision: drafts change nothing.
 @pytest.mark.optimized
-@pytest.mark.parametrize("activation", ["a8", "a4"])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("bits", "activation"), representatives(list(product(BITS, ("a8", "a4"))), (8, "a8"))
+)
 def test_output_is_that_of_plain_decoding(bits, activation) -> None:
     params, prompts = quantized_model(group_size=32), random_prompts((5, 17), CONFIG.vocab_size)
     options = {"max_new_tokens": 24, "cache_bits": bits, "stop_tokens": ()}

@@ -12,6 +12,7 @@ import specjax
 from benchmarks.support.widen import first_layers, layer_blocks, widen
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
+from tests.support.covering import representatives
 from tests.support.random_models import random_model, random_prompts
 
 SMALL = specjax.ModelConfig(
@@ -43,7 +44,7 @@ def test_every_size_has_grown() -> None:
     assert WIDE.layers[0].q.weight.shape == (12 * 32, 160)
 
 
-@pytest.mark.parametrize("method", [None, "rtn", "mxfp4", "int8"])
+@pytest.mark.parametrize("method", representatives([None, "rtn", "mxfp4", "int8"], "mxfp4"))
 def test_logits_are_the_small_models(method: str | None) -> None:
     """Groups of 32 divide all sizes here, and hold the same numbers: casts are alike, too."""
     small, wide = PARAMS, WIDE
@@ -71,6 +72,7 @@ def test_added_weights_are_there() -> None:
     assert not np.asarray(WIDE.layers[2].o.weight).any()
 
 
+@pytest.mark.exhaustive
 def test_greedy_text_and_drafts_are_the_small_models() -> None:
     """Also the accepted drafts of a cast, round by round."""
     drafts = (specjax.quantize(params, "mxfp4", lm_head=True) for params in (PARAMS, WIDE))
