@@ -1,54 +1,49 @@
-"""The command line: each command is a thin shell over functions that the library exports."""
+"""The command line's door: arguments in, an exit status out.
+
+0              done
+1              refused, after one sentence on standard error
+2              the arguments cannot be read
+130, 143, 129  ended by Ctrl-C, by SIGTERM, or with the terminal
+141            nobody reads the output any more, as in `specjax … | head -1`
+"""
 
 from __future__ import annotations
 
-import argparse
-import os
+import io
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NoReturn
 
-import jax
-
-import specjax
-from specjax.commands import checkpoints, datastore, evaluate, generate, lm_eval, plan
-from specjax.commands.options import Parser
+from specjax.files import interruption
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 1 after one sentence about the error."""
-    options = _parser().parse_args(arguments)
-    _enable_compilation_cache()
+    """Runs one command. Returns the exit status."""
+    from specjax.commands.parser import run_command  # here: its imports take longer than Ctrl-C may
+
     try:
-        options.run(options)
+        try:
+            run_command(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        return interruption.CLOSED_PIPE
     except (ValueError, OSError) as error:
         print(f"specjax: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    more = "specjax COMMAND --help lists a command's options."
-    parser = Parser(prog="specjax", description=specjax.__doc__, epilog=more)
-    parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for each in (generate, checkpoints, evaluate, lm_eval, plan, datastore):
-        each.add(commands)
-    return parser
-
-
-def _enable_compilation_cache() -> None:
-    """Keeps compiled programs on disk, where the next command finds them."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for name, value in (
-        ("jax_compilation_cache_dir", str(Path(base) / "specjax" / "compiled")),
-        ("jax_persistent_cache_min_compile_time_secs", 0.5),
-    ):
-        jax.config.update(name, value)
+def run() -> NoReturn:
+    """Runs the command of this process, and ends it."""
+    interruption.listen("specjax")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # the work is done: a name shall not stop it
+    interruption.end(main())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

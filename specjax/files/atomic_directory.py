@@ -19,12 +19,17 @@ import fcntl
 import glob
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+
+from specjax.files import interruption
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
+_TRIES = 100  # to remove a directory
 
 
 @contextlib.contextmanager
@@ -41,17 +46,40 @@ def replacing(target: Path) -> Iterator[Path]:
       OSError: the directory cannot be made or cannot take the target's place.
     """
     target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
-    _remove_abandoned(target)
-    temporary, lock = _make_temporary(target)
-    try:
+    with beside(target) as temporary:
         yield temporary
-        _take_place(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old one
-        if lock is not None:
-            os.close(lock)
+        with interruption.undisturbed():
+            _take_place(temporary, target)
+
+
+@contextlib.contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """Yields an empty hidden directory on the file system of `target`; it is removed at last.
+
+    The target's parents are made, and what killed processes left beside it is removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    with contextlib.ExitStack() as stack:
+        with interruption.undisturbed():
+            temporary, lock = _make_temporary(target)
+            stack.enter_context(interruption.unfinished(partial(_remove, temporary)))
+        try:
+            yield temporary
+        finally:
+            _remove(temporary)  # after an exchange this is the old one
+            if lock is not None:
+                os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a directory that another thread may still be writing to."""
+    for _ in range(_TRIES):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.01)
 
 
 def recover(target: Path) -> None:
