@@ -36,8 +36,11 @@ from pallas_kernels.formats import (
     Weight,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.weight_checks import check_arrays
+from specjax.checks import Check, Number, Whole, printable, shown
 from specjax.files.atomic_directory import recover, replacing
-from specjax.model.config import ModelConfig
+from specjax.files.json_objects import as_object, read_object
+from specjax.model.config import SIZE, ModelConfig
 from specjax.model.parallel import check_model, weight_spec
 from specjax.model.params import Params
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
@@ -53,6 +56,7 @@ FORMATS = {
 }
 _CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
+_STATIC: Mapping[str, Check] = {"in_features": SIZE, "activation_clip": Number(1, above=0)}
 IN_MEMORY = ("out_features",)  # fields of interleaved weights; on disk, no weight is interleaved
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -130,29 +134,26 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
     """
     directory = Path(path).resolve()
     recover(directory)
-    description = read_description(directory)
-    try:
-        config, formats = ModelConfig.from_dict(description["model"]), description["quantized"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"config.json of {path} is damaged: {error}") from error
+    config, formats = read_description(directory)
     if mesh is not None:
         check_model(config, mesh)
     try:
         arrays = _restore_arrays(directory / "weights", mesh)
         weights = {
-            name: put_together(name, formats.get(name), arrays) for name in weight_shapes(config)
+            name: _checked(put_together(name, formats.get(name), arrays), name, shape)
+            for name, shape in weight_shapes(config).items()
         }
     except Exception as error:  # Orbax raises Exception itself where a file is damaged
         reason = str(error).partition("\n")[0].partition(". ")[0]  # its first sentence
-        raise ValueError(f"the weights of {path} cannot be read: {reason}") from error
+        raise ValueError(f"the weights of {path} cannot be read: {printable(reason)}") from error
     return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a checkpoint of this library, in any version."""
     try:
-        return VERSION_FIELD in json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return VERSION_FIELD in read_object(Path(path) / "config.json")
+    except (OSError, ValueError):
         return False
 
 
@@ -167,22 +168,25 @@ def check_target(path: str | os.PathLike[str]) -> None:
         )
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises as `load` does."""
+def read_description(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model and the formats of its quantized weights, from config.json. Raises as `load`."""
     if not path.is_dir():
         raise FileNotFoundError(f"no such directory: {path}")
     if not is_checkpoint(path):
         raise ValueError(f"{path} is not a specjax checkpoint: its config.json does not say so")
-    description: dict[str, Any] = json.loads((path / "config.json").read_text())
+    description = read_object(path / "config.json")
     version = description[VERSION_FIELD]
-    if not isinstance(version, int):
-        raise ValueError(f"config.json of {path} is damaged: {VERSION_FIELD} is {version!r}")
-    if version > FORMAT_VERSION:
+    if isinstance(version, int) and version > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has checkpoint format {version}; this version of specjax "
+            f"{path} has checkpoint format {shown(version)}; this version of specjax "
             f"reads formats up to {FORMAT_VERSION}: upgrade specjax"
         )
-    return description
+    try:
+        Whole(1, FORMAT_VERSION)(VERSION_FIELD, version)
+        model, formats = (as_object(each, description.get(each)) for each in ("model", "quantized"))
+        return ModelConfig.from_dict(model), formats
+    except ValueError as error:
+        raise ValueError(f"config.json of {path} is damaged: {error}") from error
 
 
 def _checkpointer() -> ocp.Checkpointer:
@@ -232,6 +236,17 @@ def put_together(
         if inner is not None or f"{name}.{field}" in arrays or field not in OPTIONAL:
             values[field] = put_together(f"{name}.{field}", inner, arrays)
     return format_class(**values)
+
+
+def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> Weight:
+    """The same weight. Raises ValueError unless it has this shape and is as its format says."""
+    for field, check in _STATIC.items():
+        if hasattr(weight, field):
+            check(f"{field} of {name}", getattr(weight, field))
+    if weight.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {weight.shape}")
+    check_arrays(weight)
+    return weight
 
 
 def _fields(format_class: type[Any], *, static: bool) -> list[str]:

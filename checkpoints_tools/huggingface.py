@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
 __all__ = ["Checkpoint", "open_checkpoint", "read_config", "their_name"]
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HARMLESS = ".rotary_emb.inv_freq"  # a table that old versions saved; it can be computed
 OUTER_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -120,6 +122,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         )
     config, layout_of = read_config(directory), read_quantization(directory)
     found = read_headers(directory)
+    _check_layers(config, found, directory)
     if _layout(HEAD, layout_of, found) is not None:  # a quantized head is never the embedding
         config = dataclasses.replace(config, tie_word_embeddings=False)
     expected = {
@@ -199,6 +202,18 @@ def _check_quantization(
     if layout_of is not None and all(weight.layout is None for weight in expected):
         raise ValueError(
             f"config.json of {directory} has a quantization_config, but no tensor is quantized"
+        )
+
+
+def _check_layers(config: ModelConfig, found: Mapping[str, Tensor], directory: Path) -> None:
+    """Raises ValueError if config.json says more layers than there are tensors of. This comes
+    before anything that takes time or memory for every layer."""
+    matches = (_LAYER.match(name) for name in found)
+    layers = {match[1] for match in matches if match}
+    if len(layers) < config.num_layers:
+        raise ValueError(
+            f"config.json of {directory} says num_hidden_layers {config.num_layers}, "
+            f"but there are tensors of {len(layers)} layers"
         )
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoints_tools.config_schema import CONFIG, GENERATION, read_fields
 from checkpoints_tools.prequantized import LayoutOf, read_layouts
+from specjax.checks import shown
 from specjax.model.config import ModelConfig, RopeScaling
 
 FAMILIES = {
@@ -77,10 +78,11 @@ def read_config(path: Path) -> ModelConfig:
       FileNotFoundError: there is no config.json.
       ValueError: the file is not JSON, lacks a field, or asks for something unsupported.
     """
-    fields = _read_fields(path)
-    generation = path / "generation_config.json"
+    fields = read_fields(path / "config.json", CONFIG)
+    file = path / "generation_config.json"
+    generation = read_fields(file, GENERATION) if file.is_file() else {}
     with _naming(path / "config.json"):
-        return _config(fields, _read_json(generation) if generation.is_file() else {})
+        return _config(fields, generation)
 
 
 def read_quantization(path: Path) -> LayoutOf | None:
@@ -96,7 +98,7 @@ def read_quantization(path: Path) -> LayoutOf | None:
       FileNotFoundError: there is no config.json.
       ValueError: the file is not JSON, lacks a field, or asks for something unsupported.
     """
-    fields = _read_fields(path)
+    fields = read_fields(path / "config.json", CONFIG)
     # compression_config is what compressed-tensors wrote at first.
     quantization = fields.get("quantization_config") or fields.get("compression_config")
     if not quantization:
@@ -178,50 +180,31 @@ def _naming(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: {error}") from error
     except KeyError as error:
         raise ValueError(f"{file}: the field {error} is missing") from error
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: a field has a value of the wrong type: {error}") from error
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} has no config.json")
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(fields).__name__}")
-    return fields
 
 
 def _config(fields: Fields, generation: Fields) -> ModelConfig:
     family = _family(fields)
     _refuse_unsupported(fields)
-    heads = _integer(fields, "num_attention_heads")
-    width = _integer(fields, "hidden_size")
+    heads = _needed(fields, "num_attention_heads")
+    width = _needed(fields, "hidden_size")
     head_dim = QWEN3_HEAD_DIM if family == "qwen3" else width // heads
     theta, scaling = _rope(fields)
     window, sliding_layers = _sliding(fields, family)
     attention_bias = family in ("llama", "qwen3") and bool(fields.get("attention_bias"))
     return ModelConfig(
-        vocab_size=_integer(fields, "vocab_size"),
+        vocab_size=_needed(fields, "vocab_size"),
         hidden_size=width,
-        intermediate_size=_integer(fields, "intermediate_size"),
-        num_layers=_integer(fields, "num_hidden_layers"),
+        intermediate_size=_needed(fields, "intermediate_size"),
+        num_layers=_needed(fields, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(fields, "num_key_value_heads", heads),
-        head_dim=_integer(fields, "head_dim", head_dim),
+        num_kv_heads=_needed(fields, "num_key_value_heads", heads),
+        head_dim=_needed(fields, "head_dim", head_dim),
         model_type=family,
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(fields.get("rms_norm_eps") or 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=_integer(fields, "max_position_embeddings"),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        max_position_embeddings=_needed(fields, "max_position_embeddings"),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=family == "llama" and bool(fields.get("mlp_bias")),
@@ -233,15 +216,11 @@ def _config(fields: Fields, generation: Fields) -> ModelConfig:
     )
 
 
-def _integer(fields: Fields, name: str, default: int | None = None) -> int:
-    """A positive integer; absent and null both mean `default`, if there is one."""
-    value = fields.get(name)
-    if value is None:
-        value = default
+def _needed(fields: Fields, name: str, default: int | None = None) -> int:
+    """The value of a field; absent and null both mean `default`, if there is one."""
+    value: int | None = default if fields.get(name) is None else fields[name]
     if value is None:
         raise ValueError(f"the field {name!r} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
     return value
 
 
@@ -251,23 +230,25 @@ def _family(fields: Fields) -> str:
     names = fields.get("architectures")
     if names:
         if names[0] not in FAMILIES:
-            raise ValueError(f"architecture {names[0]!r} is not supported; {supported}")
+            raise ValueError(f"architecture {shown(names[0])} is not supported; {supported}")
         return FAMILIES[names[0]]
     family = fields.get("model_type")
     if family not in FAMILIES.values():
-        raise ValueError(f"architectures is missing and model_type is {family!r}; {supported}")
+        raise ValueError(f"architectures is missing and model_type is {shown(family)}; {supported}")
     return str(family)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {fields['hidden_act']!r} is not supported; supported: silu")
+    if (fields.get("hidden_act") or "silu") != "silu":
+        raise ValueError(
+            f"hidden_act {shown(fields['hidden_act'])} is not supported; supported: silu"
+        )
 
 
 def _dtype(fields: Fields) -> str:
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {shown(dtype)} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -282,21 +263,23 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_TYPES:
-        raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise ValueError(
+            f"rope_type {shown(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
     return theta, None if kind == "default" else _rope_scaling(kind, rope, fields)
 
 
 def _rope_scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
     def required(name: str) -> float:
-        if not isinstance(rope.get(name), int | float):
-            raise ValueError(f"rope_type {kind!r} needs a number in {name}, got {rope.get(name)!r}")
+        if rope.get(name) is None:
+            raise ValueError(f"rope_type {kind!r} needs a number in {name}, got None")
         return float(rope[name])
 
     if kind == "linear":
         return RopeScaling(kind, required("factor"))
-    positions = _integer(fields, "max_position_embeddings")
-    context = _integer(rope, "original_max_position_embeddings", positions)
-    context = _integer(fields, "original_max_position_embeddings", context)
+    positions = _needed(fields, "max_position_embeddings")
+    context = _needed(rope, "original_max_position_embeddings", positions)
+    context = _needed(fields, "original_max_position_embeddings", context)
     if kind == "llama3":
         return RopeScaling(
             kind,
@@ -313,7 +296,7 @@ def _rope_scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
         beta_fast=float(rope.get("beta_fast") or 32),
         beta_slow=float(rope.get("beta_slow") or 1),
         attention_factor=_yarn_attention_factor(rope, factor),
-        truncate=bool(rope.get("truncate", True)),
+        truncate=rope.get("truncate") is not False,
     )
 
 
@@ -330,7 +313,7 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float | None:
 def _sliding(fields: Fields, family: str) -> tuple[int | None, tuple[int, ...] | None]:
     """`sliding_window` and `sliding_layers` of `ModelConfig`."""
     has_window = family == "mistral" or (
-        family in ("qwen2", "qwen3") and bool(fields.get("use_sliding_window", False))
+        family in ("qwen2", "qwen3") and bool(fields.get("use_sliding_window"))
     )
     window = fields.get("sliding_window", 4096) if has_window else None
     kinds = _layer_types(fields, family, window)
@@ -339,14 +322,14 @@ def _sliding(fields: Fields, family: str) -> tuple[int | None, tuple[int, ...] |
         raise ValueError("layer_types name sliding_attention, but sliding_window is not in use")
     if not layers:
         return None, None
-    return _integer(fields, "sliding_window", 4096), None if len(layers) == len(kinds) else layers
+    return _needed(fields, "sliding_window", 4096), None if len(layers) == len(kinds) else layers
 
 
 def _layer_types(fields: Fields, family: str, window: int | None) -> list[str]:
-    count = _integer(fields, "num_hidden_layers")
+    count = _needed(fields, "num_hidden_layers")
     first = 0
     if family in ("qwen2", "qwen3"):
-        first = fields.get("max_window_layers", QWEN_MAX_WINDOW_LAYERS)
+        first = _needed(fields, "max_window_layers", QWEN_MAX_WINDOW_LAYERS)
     implied = [
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(count)
@@ -357,7 +340,7 @@ def _layer_types(fields: Fields, family: str, window: int | None) -> list[str]:
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(
-            f"layer_types {', '.join(sorted(map(repr, unknown)))} are not supported; "
+            f"layer_types {', '.join(map(shown, sorted(unknown)[:4]))} are not supported; "
             "supported: full_attention, sliding_attention"
         )
     if family in ("llama", "mistral") and kinds != implied:
@@ -369,18 +352,17 @@ def _tokens(fields: Fields, generation: Fields) -> dict[str, Any]:
     """The tokens that end, pad and begin a text. generation_config.json takes precedence."""
 
     def ids(name: str) -> tuple[int, ...]:
-        value = generation.get(name, fields.get(name))
-        if value is None:
-            value = fields.get(name)
-        if value is None:
-            return ()
+        given = (generation.get(name), fields.get(name))
+        value: Any = next((each for each in given if each is not None), [])
         return tuple(value) if isinstance(value, list) else (value,)
 
+    def known(name: str) -> list[int]:
+        """Some checkpoints pad with -1 or with a token outside the vocabulary."""
+        return [token for token in ids(name) if 0 <= token < fields["vocab_size"]]
+
     stop = ids("eos_token_id")
-    # Some checkpoints pad with -1 or with a token outside the vocabulary.
-    padding = [token for token in ids("pad_token_id") if 0 <= token < fields["vocab_size"]]
     return {
         "stop_tokens": stop,
-        "pad_id": (*padding, *stop, 0)[0],
-        "bos_id": (*ids("bos_token_id"), None)[0],
+        "pad_id": (*known("pad_token_id"), *stop, 0)[0],
+        "bos_id": (*known("bos_token_id"), None)[0],
     }

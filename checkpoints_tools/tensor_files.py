@@ -6,7 +6,6 @@ Pickled weights (`pytorch_model.bin`) are left out on purpose.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -14,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from specjax.checks import printable, shown
+from specjax.files.json_objects import as_object, read_object
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "I32": 4, "U8": 1}
 FLOATS = ("BF16", "F16", "F32")
@@ -60,6 +62,8 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     for file in _shard_files(directory):
         with _open(file) as shard:
             for name in shard.keys():  # noqa: SIM118
+                if printable(name) != name:  # from here on, messages hold the names as they are
+                    raise ValueError(f"{file} has a tensor with the odd name {shown(name)}")
                 header = shard.get_slice(name)
                 found[name] = Tensor(name, file, header.get_dtype(), tuple(header.get_shape()))
     return found
@@ -78,28 +82,46 @@ def equal(left: Tensor, right: Tensor) -> bool:
 
 def _shard_files(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.exists():
+    if single.is_file():
         return [single]
-    if not index.exists():
+    if not index.is_file():
         raise FileNotFoundError(
             f"{directory} has neither {single.name} nor {index.name}; "
             "safetensors is the only Hugging Face format that specjax reads"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not a valid index of shards: {error}") from error
+    names = _listed_shards(index)
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{index} names the shard {name}, which does not exist")
     return [directory / name for name in names]
 
 
+def _listed_shards(index: Path) -> list[str]:
+    """The files that an index names, below its folder."""
+    shards = as_object(f"{index}: weight_map", read_object(index).get("weight_map"))
+    names = set()
+    for name in shards.values():
+        # A link may lead out of the folder, as in the Hub's own cache; a name may not.
+        if not isinstance(name, str) or printable(name) != name or not _stays_below(name):
+            raise ValueError(
+                f"{index}: weight_map must name files below its folder, got {shown(name)}"
+            )
+        names.add(name)
+    if not names:
+        raise ValueError(f"{index}: weight_map names no file")
+    return sorted(names)
+
+
+def _stays_below(name: str) -> bool:
+    """Whether a path stays in the folder that it begins in, on every system."""
+    return not {"", ".", ".."} & {*name.split("/")} and "\\" not in name
+
+
 def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or damaged: {error}") from error
+        raise ValueError(f"{file} is truncated or damaged: {printable(error)}") from error
 
 
 @jax.jit

@@ -7,17 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation, quantize_activations
-from pallas_kernels.formats import (
-    SCALE_DTYPES,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Quantized,
-    check_group_size,
-    check_plain_columns,
-    padded_inputs,
-)
+from pallas_kernels.formats import Int8Weight, Quantized, check_plain_columns
 from pallas_kernels.rounding import check_float
+from pallas_kernels.weight_checks import check_arrays
 
 
 def check(x: jax.Array, weight: Quantized, activation: Activation) -> None:
@@ -34,33 +26,10 @@ def check(x: jax.Array, weight: Quantized, activation: Activation) -> None:
     if x.ndim != 2 or x.shape[1] != k or 0 in (x.shape[0], n, k):
         raise ValueError(f"x of shape {x.shape} cannot be multiplied by a weight of {(n, k)}")
     check_float("x", x.dtype)
-    check_group_size(weight.group_size)
-    inputs = padded_inputs(k)
-    _check_arrays(weight, n, inputs, inputs // (weight.group_size or inputs))
-
-
-def _check_arrays(weight: Quantized, n: int, inputs: int, groups: int) -> None:
-    if isinstance(weight, Int8Weight):
-        _check_array("integers", weight.integers, (n, inputs), ("int8",))
-    else:
-        _check_array("packed", weight.packed, (n, inputs // 2), ("uint8",))
-    dtypes = ("uint8",) if isinstance(weight, Mxfp4Weight) else SCALE_DTYPES
-    _check_array("scales", weight.scales, (n, groups), dtypes)
     if isinstance(weight, Int8Weight) and weight.zeros is not None:
         raise ValueError("weight of 8 bits must have no zeros here, got some")
-    if isinstance(weight, Int4Weight) and weight.zeros is not None:
-        _check_array("zeros", weight.zeros, (n, groups), ("int8",))
     check_plain_columns(weight)
-
-
-def _check_array(
-    name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]
-) -> None:
-    if array.shape != shape or array.dtype.name not in dtypes:
-        raise ValueError(
-            f"{name} must be {' or '.join(dtypes)}{list(shape)}, "
-            f"got {array.dtype.name}{list(array.shape)}"
-        )
+    check_arrays(weight)
 
 
 def multiplicands(

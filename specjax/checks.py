@@ -6,8 +6,10 @@ import dataclasses
 import math
 import operator
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
+Check = Callable[[str, Any], None]  # of a field's name and value; raises ValueError
 SHOWN_CHARACTERS = 300  # of a foreign text in a message
 
 
@@ -23,13 +25,13 @@ def check_integer(name: str, value: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """The integers from `least` to `most`, as what a field accepts."""
+    """The check that a field holds an integer from `least` to `most`."""
 
     least: int
     most: int
 
-    def check(self, name: str, value: Any) -> None:
-        """Raises ValueError unless `value` is one of them."""
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises ValueError unless it does."""
         if (
             not isinstance(value, int)
             or isinstance(value, bool)
@@ -41,14 +43,14 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """The numbers from `least`, or above `above`, to `most`, as what a field accepts."""
+    """The check that a field holds a number from `least`, or above `above`, to `most`."""
 
     most: float
     least: float = -math.inf
     above: float = -math.inf
 
-    def check(self, name: str, value: Any) -> None:
-        """Raises ValueError unless `value` is one of them."""
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises ValueError unless it does."""
         if (
             not isinstance(value, int | float)
             or isinstance(value, bool)

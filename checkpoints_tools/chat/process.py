@@ -33,6 +33,7 @@ class RefusalError(Exception):
 
 def serve(seconds: float, characters: int) -> None:
     """Answers every request."""
+    _compiled("")  # imports Jinja, which does not count as rendering
     receive, send = sys.stdin.buffer, sys.stdout.buffer
     while head := receive.read(LENGTH_BYTES):
         request = json.loads(receive.read(int.from_bytes(head, "big")))

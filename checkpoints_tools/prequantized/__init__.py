@@ -22,6 +22,7 @@ from typing import Any
 
 from checkpoints_tools.prequantized import awq, compressed_tensors, gptq, mxfp4
 from checkpoints_tools.prequantized.layout import Layout, Part
+from specjax.checks import shown
 
 __all__ = ["MAIN_PARTS", "Layout", "LayoutOf", "Part", "read_layouts"]
 
@@ -51,7 +52,7 @@ def read_layouts(fields: Mapping[str, Any]) -> LayoutOf:
     method = fields.get("quant_method")
     if method not in METHODS:
         raise ValueError(
-            f"quantization_config: quant_method {method!r} is not supported; "
+            f"quantization_config: quant_method {shown(method)} is not supported; "
             f"supported: {', '.join(METHODS)}"
         )
     return METHODS[method](fields)

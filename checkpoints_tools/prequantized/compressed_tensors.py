@@ -38,9 +38,13 @@ from checkpoints_tools.prequantized.layout import (
 from checkpoints_tools.prequantized.mxfp4 import COMPRESSED_TENSORS as MXFP4
 from checkpoints_tools.tensor_files import FLOATS
 from pallas_kernels.formats import Quantized
+from specjax.checks import shown
 
 FORMATS = {"pack-quantized": "int", "mxfp4-pack-quantized": "float"}  # by format, the weights' type
 STRATEGIES = ("group", "channel")
+MOST_REPETITIONS = 4  # in a pattern; a matcher that goes back needs length ** repetitions steps
+_REPETITION = re.compile(r"[*+{]")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +147,17 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern.removeprefix("re:"))
-    except re.error as error:
+    """A regular expression, of those that no name can keep busy for long. Raises ValueError."""
+    expression = pattern.removeprefix("re:")
+    repeated = len(_REPETITION.findall(expression))
+    if repeated > MOST_REPETITIONS or _REPEATED_GROUP.search(expression) or len(pattern) > 1000:
         raise ValueError(
-            f"quantization_config: {pattern!r} is not a regular expression: {error}"
+            f"quantization_config: the pattern {shown(pattern)} could take for ever; "
+            f"accepted: up to {MOST_REPETITIONS} repetitions, none of a group"
+        )
+    try:
+        return re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"quantization_config: {shown(pattern)} is not a regular expression: {error}"
         ) from error

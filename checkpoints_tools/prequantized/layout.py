@@ -19,6 +19,7 @@ from pallas_kernels.formats import (
     int4_from_integers,
     int8_from_integers,
 )
+from specjax.checks import shown
 
 INTEGERS = ("I32",)  # as safetensors names dtypes
 BITS = (4, 8)
@@ -59,7 +60,7 @@ def check_option(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     """Raises ValueError unless an option of quantization_config has an accepted value."""
     if value not in accepted:
         raise ValueError(
-            f"quantization_config: {name} {value!r} is not supported; "
+            f"quantization_config: {name} {shown(value)} is not supported; "
             f"supported: {', '.join(map(str, accepted))}"
         )
 

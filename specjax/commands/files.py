@@ -31,9 +31,9 @@ def read_config(source: str) -> tuple[ModelConfig, str]:
     path = Path(source).parent if Path(source).is_file() else locate(source)
     if not checkpoint.is_checkpoint(path):
         return read_original(path), "plain"
-    description = checkpoint.read_description(path)
-    found = description["quantized"].get("layers.0.q.weight", {}).get("format")
-    config = ModelConfig.from_dict(description["model"])
+    config, formats = checkpoint.read_description(path)
+    first = formats.get("layers.0.q.weight")
+    found = first.get("format") if isinstance(first, dict) else None
     return config, found if found in FORMATS else "plain"
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from specjax.checks import shown
+from specjax.files.json_objects import parse
 
 T = TypeVar("T")
 
@@ -31,7 +34,8 @@ class Line(NamedTuple):
         value = self.fields.get(name)
         if not isinstance(value, kind):
             raise ValueError(
-                f"line {self.number} of {self.path} has no {kind.__name__} in {name}, got {value!r}"
+                f"line {self.number} of {self.path} has no {kind.__name__} in {name}, "
+                f"got {shown(value)}"
             )
         return value
 
@@ -45,10 +49,7 @@ def read_lines(path: Path) -> list[Line]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} of {path} is not valid JSON: {error}") from None
+        fields = parse(line, f"line {number} of {path}")
         lines.append(Line(path, number, fields if isinstance(fields, dict) else {}))
     return lines
 
@@ -57,7 +58,10 @@ def read_text(path: Path) -> str:
     """The text of a UTF-8 file, which may be gzipped. Raises ValueError if it is not text."""
     data = path.read_bytes()
     if path.suffix == ".gz":
-        data = gzip.decompress(data)
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, zlib.error) as error:  # beside OSError
+            raise ValueError(f"{path} is truncated or damaged: {error}") from None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specjax.checks import shown
+
 MOST_BYTES = 2**28  # of a file that holds one object; the longest index of shards has 2**23
 
 
@@ -46,3 +48,10 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(fields).__name__}")
     return fields
+
+
+def as_object(name: str, value: Any) -> dict[str, Any]:
+    """The value of a field that must be an object. Raises ValueError if it is something else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, got {shown(value)}")
+    return value

@@ -12,7 +12,28 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.checks import Check, Number, Whole, check_flag, printable, shown
+
 DTYPES = ("bfloat16", "float32")
+SIZE = Whole(1, 2**31 - 1)
+TOKEN = Whole(0, 2**31 - 1)
+FACTOR = Number(1e6, above=0)
+CHECKS: Mapping[str, Check] = {  # what the fields of a model and of its RoPE scaling accept
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), SIZE),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "max_position_embeddings"), SIZE),
+    "num_layers": Whole(1, 10_000),
+    "sliding_window": SIZE,
+    "rms_norm_eps": Number(1, above=0),
+    "rope_theta": Number(1e30, above=1),
+    "factor": Number(1e6, least=1),
+    "original_max_position_embeddings": TOKEN,
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "attention_factor"), FACTOR),
+    **dict.fromkeys(("beta_fast", "beta_slow"), FACTOR),
+    **dict.fromkeys(("tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias"), check_flag),
+    **dict.fromkeys(("qk_norm", "hadamard", "truncate"), check_flag),
+    "pad_id": TOKEN,
+    "bos_id": TOKEN,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +58,16 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3", "yarn"):
             raise ValueError(
-                f"RoPE scaling {self.kind!r} is not supported; supported: linear, llama3, yarn"
+                f"RoPE scaling {shown(self.kind)} is not supported; supported: linear, llama3, yarn"
             )
-        if not self.factor >= 1.0:
-            raise ValueError(f"RoPE scaling factor must be at least 1, got {self.factor}")
+        _check_fields(self)
         if self.kind != "linear" and self.original_max_position_embeddings < 1:
             raise ValueError(f"RoPE scaling {self.kind!r} needs original_max_position_embeddings")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor ({self.low_freq_factor}) must be below "
+                f"high_freq_factor ({self.high_freq_factor})"
+            )
 
     @property
     def attention_scale(self) -> float:
@@ -94,13 +119,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-            "num_kv_heads", "head_dim", "max_position_embeddings",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        _check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -109,11 +128,14 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be positive or None, got {self.sliding_window}")
-        for token in (*self.stop_tokens, self.pad_id):
-            if not 0 <= token < self.vocab_size:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
+        if not isinstance(self.model_type, str):
+            raise ValueError(f"model_type must be a text, got {shown(self.model_type)}")
+        if self.sliding_layers is not None:
+            _check_integers("sliding_layers", self.sliding_layers, self.num_layers)
+        _check_integers("stop_tokens", self.stop_tokens, 2**31)
+        for token in (*self.stop_tokens, self.pad_id, self.bos_id or 0):
+            if token >= self.vocab_size:
                 raise ValueError(
                     f"token {token} is outside the vocabulary of {self.vocab_size} entries"
                 )
@@ -131,16 +153,43 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Inverts `to_dict`. Raises ValueError on a field that this version lacks."""
-        unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            raise ValueError(
-                f"unknown model configuration fields: {', '.join(sorted(unknown))}"
-                " (written by a newer specjax?)"
-            )
-        values = dict(fields)
+        values = _known(cls, fields)
         if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-        for name in ("stop_tokens", "sliding_layers"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
+            scaling = _known(RopeScaling, values["rope_scaling"])
+            values["rope_scaling"] = RopeScaling(**scaling)
         return cls(**values)
+
+
+def _check_fields(values: ModelConfig | RopeScaling) -> None:
+    """Raises ValueError unless every field has a value that it accepts, or is None by default."""
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        if field.name in CHECKS and not (value is None and field.default is None):
+            CHECKS[field.name](field.name, value)
+
+
+def _check_integers(name: str, values: object, end: int) -> None:
+    """Raises ValueError unless `values` is a tuple of integers below `end`."""
+    if not isinstance(values, tuple):
+        raise ValueError(f"{name} must hold integers, got {shown(values)}")
+    for value in values:
+        Whole(0, end - 1)(name, value)
+
+
+def _known(kind: type[ModelConfig | RopeScaling], fields: Any) -> dict[str, Any]:
+    """The fields of a value of this kind, as its constructor takes them. Raises ValueError on a
+    field that this version lacks, on one that is missing, and on what is not a mapping."""
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"a model configuration must be an object, got {shown(fields)}")
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = [printable(name) for name in fields if name not in known]
+    if unknown:
+        raise ValueError(
+            f"unknown model configuration fields: {', '.join(sorted(unknown))}"
+            " (written by a newer specjax?)"
+        )
+    for name, field in known.items():
+        if field.default is dataclasses.MISSING and name not in fields:
+            raise ValueError(f"the model configuration lacks the field {name}")
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return {**fields, **lists}

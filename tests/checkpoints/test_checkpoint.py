@@ -181,7 +181,9 @@ def test_newer_version_is_refused(tmp_path: Path) -> None:
 def test_load_refusals(tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text('{"specjax_format": 1}')
-    with pytest.raises(ValueError, match=r"config\.json of .*/damaged is damaged: 'model'"):
+    with pytest.raises(
+        ValueError, match=r"config\.json of .*/damaged is damaged: model must be an"
+    ):
         checkpoint.load(tmp_path / "damaged")
     with pytest.raises(FileNotFoundError, match="no such directory"):
         checkpoint.load(tmp_path / "nowhere")

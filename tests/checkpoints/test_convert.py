@@ -222,7 +222,7 @@ def to_pickles(path: Path) -> None:
         (
             lambda path: (path / "model.safetensors.index.json").write_text("{}"),
             ValueError,
-            "{}/model.safetensors.index.json is not a valid index of shards: 'weight_map'",
+            "{}/model.safetensors.index.json: weight_map must be an object, got None",
         ),
         (
             lambda path: change(path, **{QUERY: None}),

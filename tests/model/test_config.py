@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_dtype(tmp_path: Path) -> None:
             "rope_parameters per layer type are not supported; accepted: one for all",
         ),
         ({"hidden_size": ...}, "the field 'hidden_size' is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer from 1 to 2147483647, got '64'"),
         ({"num_key_value_heads": 3}, "num_heads (4) must be a multiple of num_kv_heads (3)"),
         ({"eos_token_id": 96}, "token 96 is outside the vocabulary of 96 entries"),
         (
@@ -235,17 +236,85 @@ def test_refusals_are_one_sentence(tmp_path: Path, changes: dict[str, Any], mess
     assert str(refusal.value) == f"{tmp_path / 'config.json'}: {message}"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"rope_scaling": "yarn"}, {"eos_token_id": "2"}, {"rms_norm_eps": None}]
-)
-def test_wrong_types_are_one_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"config\.json: a field has a value of the wrong type: "):
+# A number that is no number of its kind would compute nonsense, or fail far from here.
+NONSENSE: list[tuple[str, Any, str]] = [
+    ("rope_theta", -1, "a number above 1 and at most 1e+30, got -1"),
+    ("rope_theta", 0, "a number above 1 and at most 1e+30, got 0"),
+    ("rope_theta", math.nan, "a number above 1 and at most 1e+30, got nan"),
+    ("rope_theta", math.inf, "a number above 1 and at most 1e+30, got inf"),
+    ("rope_theta", "1e4", "a number above 1 and at most 1e+30, got '1e4'"),
+    ("rms_norm_eps", math.nan, "a number above 0 and at most 1, got nan"),
+    ("rms_norm_eps", True, "a number above 0 and at most 1, got True"),
+    ("eos_token_id", 1.5, "an integer from 0 to 2147483647, got 1.5"),
+    ("eos_token_id", [2, "3"], "an integer from 0 to 2147483647, got '3'"),
+    ("eos_token_id", True, "an integer from 0 to 2147483647, got True"),
+    ("bos_token_id", 0.5, "an integer from -1 to 2147483647, got 0.5"),
+    ("pad_token_id", [0], "an integer from -1 to 2147483647, got [0]"),
+    ("tie_word_embeddings", "false", "true or false, got 'false'"),
+    ("attention_bias", 1, "true or false, got 1"),
+    ("use_sliding_window", "no", "true or false, got 'no'"),
+    ("vocab_size", 2**31, "an integer from 1 to 2147483647, got 2147483648"),
+    ("hidden_size", 64.0, "an integer from 1 to 2147483647, got 64.0"),
+    ("num_hidden_layers", 10**6, "an integer from 1 to 10000, got 1000000"),
+    ("max_window_layers", -1, "an integer from 0 to 2147483647, got -1"),
+    ("architectures", "LlamaForCausalLM", "a list, got 'LlamaForCausalLM'"),
+    ("layer_types", [["full_attention"]], "a text, got ['full_attention']"),
+    ("torch_dtype", 16, "a text, got 16"),
+    ("rope_scaling", "yarn", "an object, got 'yarn'"),
+    ("quantization_config", [], "an object, got []"),
+    ("factor", math.inf, "a number from 1 to 1e+06, got inf"),
+    ("factor", 0.5, "a number from 1 to 1e+06, got 0.5"),
+    ("factor", "8", "a number from 1 to 1e+06, got '8'"),
+    ("attention_factor", math.nan, "a number above 0 and at most 1e+06, got nan"),
+    ("beta_fast", 0, "a number above 0 and at most 1e+06, got 0"),
+    ("truncate", "false", "true or false, got 'false'"),
+    ("mscale", -1, "a number from 0 to 1e+06, got -1"),
+    ("original_max_position_embeddings", 0.5, "an integer from 1 to 2147483647, got 0.5"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "accepted"), NONSENSE)
+def test_nonsense_is_refused(tmp_path: Path, field: str, value: Any, accepted: str) -> None:
+    scaling = field in YARN or field in ("attention_factor", "beta_fast", "truncate", "mscale")
+    changes = {"rope_scaling": YARN | {field: value}} if scaling else {field: value}
+    name = f"rope_scaling.{field}" if scaling else field
+    with pytest.raises(ValueError) as refusal:
         read(tmp_path, **changes)
+    start = f"{tmp_path / 'config.json'}: {name.split('.0')[0]}"
+    assert str(refusal.value).startswith(start)
+    assert str(refusal.value).endswith(f" must be {accepted}")
+
+
+def test_equal_frequencies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"low_freq_factor \(1\.0\) must be below high_freq_factor"
+    ):
+        read(tmp_path, rope_scaling=LLAMA3 | {"high_freq_factor": 1.0})
+
+
+def test_generation_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"generation_config\.json: eos_token_id must be an integer"
+    ):
+        read(tmp_path, {"eos_token_id": 1.5})
+
+
+def test_null_means_absent(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(
+        ("rms_norm_eps", "rope_theta", "rope_scaling", "head_dim", "hidden_act", "eos_token_id",
+         "tie_word_embeddings", "attention_bias", "max_window_layers", "layer_types")
+    )  # fmt: skip
+    assert read(tmp_path, **nothing) == read(tmp_path, **dict.fromkeys(nothing, ...))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not valid JSON: "), ("[1]", "must hold a JSON object, got list")],
+    [
+        ("{", "is not valid JSON: "),
+        ("[1]", "must hold a JSON object, got list"),
+        ("[" * 100_000, "is nested too deeply to be read"),
+        ('{"a":' * 100_000, "is nested too deeply to be read"),
+    ],
 )
 def test_config_that_is_no_object(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -256,11 +325,39 @@ def test_config_that_is_no_object(tmp_path: Path, text: str, message: str) -> No
 def test_invalid_values_are_refused(tmp_path: Path) -> None:
     config = read(tmp_path)
     for change, message in (
-        ({"num_layers": 0}, "num_layers must be a positive integer, got 0"),
+        ({"num_layers": 0}, "num_layers must be an integer from 1 to 10000, got 0"),
         ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
         ({"dtype": "float16"}, "dtype must be one of bfloat16, float32, got 'float16'"),
-        ({"sliding_window": 0}, "sliding_window must be positive or None, got 0"),
+        ({"sliding_window": 0}, "sliding_window must be an integer from 1 to 2147483647, got 0"),
     ):
         with pytest.raises(ValueError) as refusal:
             dataclasses.replace(config, **change)
         assert str(refusal.value) == message
+
+
+# The library's own checkpoints hold the fields of ModelConfig as they are.
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number above 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"stop_tokens": [1.5]}, "stop_tokens must be an integer from 0"),
+        ({"stop_tokens": "ab"}, "stop_tokens must hold integers, got 'ab'"),
+        ({"sliding_layers": [2]}, "sliding_layers must be an integer from 0 to 1, got 2"),
+        ({"bos_id": 96}, "token 96 is outside the vocabulary of 96 entries"),
+        ({"rope_scaling": "yarn"}, "must be an object, got 'yarn'"),
+        ({"rope_scaling": {"kind": "linear"}}, "lacks the field factor"),
+        ({"rope_scaling": {"kind": "linear", "factor": math.nan}}, "factor must be a number from"),
+        ({"model_type": None}, "model_type must be a text, got None"),
+        ({"dtype": ["\x1b[31m"]}, r"must be one of bfloat16, float32, got \('\\x1b\[31m',\)"),
+        ({"a\x1b[31m": 1}, r"unknown model configuration fields: a\\x1b\[31m"),
+    ],
+)
+def test_damaged_descriptions_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(read(tmp_path).to_dict() | change)
+    for fields in ({}, [], None):
+        with pytest.raises(ValueError, match="model configuration"):
+            ModelConfig.from_dict(fields)  # type: ignore[arg-type]

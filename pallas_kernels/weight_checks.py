@@ -1,0 +1,56 @@
+"""Checks that the arrays of a weight have the shapes and dtypes of its format."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.formats import (
+    SCALE_DTYPES,
+    Bfloat16Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Weight,
+    check_group_size,
+    padded_inputs,
+)
+
+
+def check_arrays(weight: Weight) -> None:
+    """Raises ValueError unless a weight that is stored row by row is as its format says."""
+    if isinstance(weight, jax.Array):
+        _check("a plain weight", weight, weight.shape, ("bfloat16", "float32"))
+        return
+    if isinstance(weight, Bfloat16Weight):
+        _check("bits", weight.bits, weight.bits.shape[:2], ("uint16",))
+        return
+    n, k = weight.shape
+    check_group_size(weight.group_size)
+    inputs = padded_inputs(k)
+    groups = inputs // (weight.group_size or inputs)
+    if isinstance(weight, Int8Weight):
+        _check("integers", weight.integers, (n, inputs), ("int8",))
+    else:
+        _check("packed", weight.packed, (n, inputs // 2), ("uint8",))
+    if isinstance(weight, Mxfp4Weight):
+        _check("scales", weight.scales, (n, groups), ("uint8",))
+        return
+    _check("scales", weight.scales, (n, groups), SCALE_DTYPES)
+    if weight.zeros is not None:
+        _check("zeros", weight.zeros, (n, groups), ("int8",))
+    if weight.order is not None:
+        _check("order", weight.order, (k,), ("int32",))
+    if isinstance(weight, Int8Weight) or weight.outliers is None:
+        return
+    inner, columns = weight.outliers.weight, weight.outliers.columns
+    check_arrays(inner)
+    _check("columns", columns, (inner.shape[1],), ("int32",))
+    if inner.shape[0] != n:
+        raise ValueError(f"outliers must have {n} outputs, got {inner.shape[0]}")
+
+
+def _check(name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if array.shape != shape or array.dtype.name not in dtypes:
+        raise ValueError(
+            f"{name} must be {' or '.join(dtypes)}{list(shape)}, "
+            f"got {array.dtype.name}{list(array.shape)}"
+        )
