@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import Activation, check_activation
+from pallas_kernels.row_sums import row_max, row_sum
 from specjax.checks import check_integer
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
@@ -260,8 +261,7 @@ def _choose(
     """The next token of each row, what it was drawn from, and its probability. f32[B, V] in."""
     if state.sampling is None:
         token = greedy(logits)
-        most = jnp.max(logits, axis=-1, keepdims=True)
-        return token, None, 1 / jnp.sum(jnp.exp(logits - most), axis=-1)
+        return token, None, 1 / row_sum(jnp.exp(logits - row_max(logits)))[..., 0]
     keys = jax.vmap(jax.random.fold_in, (0, None))(state.round_keys(purpose=0), chain.drafted)
     distribution = probabilities(logits, state.sampling, chain.seen)
     token = draw(keys, distribution)

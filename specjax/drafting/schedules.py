@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.row_sums import running_sums
 from specjax.speculation.state import Verified
 
 
@@ -83,7 +84,7 @@ class Adaptive:
     def lengths(self, state: jax.Array, longest: int) -> jax.Array:
         kept = (state[:, 0] / state[:, 1])[:, None]
         n = jnp.arange(1, longest + 1)
-        gain = 1 + jnp.cumsum(kept**n, axis=1)
+        gain = 1 + running_sums(kept**n)
         cost = 1 + n * (self.draft_cost + self.row_cost)
         return (jnp.argmax(gain / cost, axis=1) + 1).astype(jnp.int32)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from pallas_kernels.row_sums import row_sum
 from specjax.speculation import trees
 from specjax.speculation.sampling import draw
 
@@ -133,7 +134,7 @@ def sample_path(
         tried = meant[:, i] & (parents[:, i] == node)
         kept = tried & (uniform[:, i] * q_token < p_token)
         left = _remainder(p, q)
-        left = left / jnp.sum(left, axis=1, keepdims=True)
+        left = left / row_sum(left)
         p = jnp.where(kept[:, None], target[:, i + 1], jnp.where(tried[:, None], left, p))
         return jnp.where(kept, i, node), p
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from pallas_kernels.row_sums import row_max, row_sum, running_sums
 from specjax.checks import check_integer
 
 BLOCK = 128  # tokens; divides the vocabularies of nearly all models
@@ -88,16 +89,20 @@ def probabilities(
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
     # The maximum goes first, so that it is exactly 0 however small the temperature.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
+    logits = (logits - row_max(logits)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits = _keep(logits, jnp.ones_like(logits), sampling.top_k)
     if sampling.top_p is not None and sampling.top_p < 1:
-        logits = _keep(logits, jax.nn.softmax(logits), sampling.top_p)
-    if sampling.min_p is not None:
-        kept = jax.nn.softmax(logits)
-        most = jnp.max(kept, axis=-1, keepdims=True)
-        logits = jnp.where(kept < sampling.min_p * most, -jnp.inf, logits)
-    return jax.nn.softmax(logits)
+        logits = _keep(logits, _softmax(logits), sampling.top_p)
+    if sampling.min_p is not None:  # the most probable token has exp(0) = 1
+        logits = jnp.where(jnp.exp(logits) < sampling.min_p, -jnp.inf, logits)
+    return _softmax(logits)
+
+
+def _softmax(logits: jax.Array) -> jax.Array:
+    """Normalizes the exponentials of logits whose largest is 0. f32[..., V] -> f32[..., V]."""
+    weights = jnp.exp(logits)
+    return weights / row_sum(weights)
 
 
 def seen_tokens(
@@ -142,12 +147,11 @@ def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
     below
     0 grow with their distance from it.
     """
-    ranks = _blocks(lax.bitcast_convert_type(jnp.abs(logits), jnp.int32), _INFINITY)
-    weights = _blocks(weights, 0)
+    ranks = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
 
     def before(rank: jax.Array) -> jax.Array:
         """Returns the weight of all tokens before those of a rank."""
-        return jnp.sum(jnp.where(ranks < rank, weights, 0), axis=(-2, -1), keepdims=True)
+        return row_sum(jnp.where(ranks < rank, weights, 0))
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -155,15 +159,21 @@ def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
         kept = before(middle) < limit
         return jnp.where(kept, middle, low), jnp.where(kept, high, middle - 1)
 
-    low = jnp.zeros((*logits.shape[:-1], 1, 1), jnp.int32)
+    low = jnp.zeros((*logits.shape[:-1], 1), jnp.int32)
     last, _ = lax.fori_loop(0, _INFINITY.bit_length(), halve, (low, low + _INFINITY))
-    tied = jnp.where(ranks == last, weights, 0)
-    through = jnp.cumsum(tied, axis=-1)
-    earlier = jnp.cumsum(through[..., -1:], axis=-2) - through[..., -1:] + through - tied
-    kept = (ranks < last) | (ranks == last) & (before(last) + earlier < limit)
-    return jnp.where(
-        kept.reshape(*logits.shape[:-1], -1)[..., : logits.shape[-1]], logits, -jnp.inf
-    )
+    tied = ranks == last
+    share = row_max(jnp.where(tied, weights, 0))  # the weight of each of them
+    room = (limit - before(last)) / share
+    return jnp.where((ranks < last) | tied & (_count_before(tied) < room), logits, -jnp.inf)
+
+
+def _count_before(flags: jax.Array) -> jax.Array:
+    """Counts the flags before each place of the last axis. bool[..., V] -> int32[..., V]."""
+    blocks = _blocks(flags.astype(jnp.int32), 0)
+    through = jnp.cumsum(blocks, axis=-1)
+    totals = through[..., -1:]
+    before = jnp.cumsum(totals, axis=-2) - totals + through - blocks
+    return before.reshape(*flags.shape[:-1], -1)[..., : flags.shape[-1]]
 
 
 def draw(keys: Key[Array, " B"], distribution: Float32[Array, "B V"]) -> Int32[Array, " B"]:
@@ -175,7 +185,7 @@ def draw(keys: Key[Array, " B"], distribution: Float32[Array, "B V"]) -> Int32[A
     """
     blocks = _blocks(distribution, 0)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-    block = _pick(jnp.sum(blocks, axis=-1), uniform[:, :1])
+    block = _pick(row_sum(blocks)[..., 0], uniform[:, :1])
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * BLOCK + _pick(inside, uniform[:, 1:])
 
@@ -187,7 +197,7 @@ def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     seem
     to raise them; such places are skipped.
     """
-    sums = jnp.cumsum(weights, axis=-1)
+    sums = running_sums(weights)
     places = jnp.arange(weights.shape[-1], dtype=jnp.int32)
     positive = weights > 0
     reached = positive & (sums > uniform * sums[:, -1:])
