@@ -24,12 +24,14 @@ from pallas_kernels.cache_entries import Entries, QuantizedEntries
 def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Gives a kernel the tree as a mask: mask[b, t, j] if token t sees new token j."""
 
-    def attention(*operands: jax.Array, **options: object) -> jax.Array:
-        *others, ancestors = operands
+    def attention(
+        queries: jax.Array, keys: Entries, values: Entries, lengths: jax.Array,
+        positions: jax.Array, ancestors: jax.Array | None, **options: object,
+    ) -> jax.Array:  # fmt: skip
         mask = None
         if ancestors is not None:
             mask = jnp.any(ancestors[..., None] == jnp.arange(ancestors.shape[1]), axis=2)
-        return kernel(*others, mask, **options)
+        return kernel(queries, keys, values, lengths, positions, mask, **options)
 
     return attention
 

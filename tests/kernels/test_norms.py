@@ -146,6 +146,7 @@ def test_the_door_takes_the_platforms_own() -> None:
     same_bits(norms.rms_norm(x, scale, EPS), jitted(own)(x, scale))
 
 
+@pytest.mark.usefixtures("wrong_types")
 @pytest.mark.parametrize(
     ("x", "scale", "message"),
     [

@@ -228,6 +228,7 @@ def test_the_reference_serves_what_a_kernel_refuses() -> None:
         mosaic_tpu.attention(*(wide[name] for name in OPERANDS), **options_of(wide))
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_an_implementation_by_name() -> None:
     case = make_case(1, 2, 4, 2, 64, 128, [9])
     operands = jax.device_put([case[name] for name in OPERANDS])

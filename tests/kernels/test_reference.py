@@ -130,6 +130,7 @@ def test_attention_by_the_book(window: int | None, tree: bool) -> None:
                 np.testing.assert_allclose(got[row, token, head], exact, atol=2e-5)
 
 
+@pytest.mark.usefixtures("wrong_types")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -91,6 +91,7 @@ def test_the_door_takes_the_platforms_own() -> None:
     same_bits(rope.rotate(*operands, jnp.bfloat16), jitted(own, "bfloat16")(*operands))
 
 
+@pytest.mark.usefixtures("wrong_types")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -10,6 +10,11 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
 CHECKED = (
+    "pallas_kernels.attention",
+    "pallas_kernels.hadamard",
+    "pallas_kernels.matmul",
+    "pallas_kernels.norms",
+    "pallas_kernels.rope",
     "specjax.model.rope",
     "specjax.model.transformer",
     "specjax.speculation.acceptance",
