@@ -42,7 +42,7 @@ from specjax.files.atomic_directory import recover, replacing
 from specjax.files.json_objects import as_object, read_object
 from specjax.model.config import SIZE, ModelConfig
 from specjax.model.parallel import check_model, weight_spec
-from specjax.model.params import Params
+from specjax.model.params import Params, check_is_params
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
 
 FORMAT_VERSION = 1
@@ -88,6 +88,7 @@ def save(
       ValueError: `path` exists and is not a checkpoint, or other processes hold parts of params.
       OSError: `path` cannot be written; it is as it was before.
     """
+    check_is_params(params)
     target = Path(path)
     check_target(target)
     if params.mesh is not None and params.mesh.is_multi_process:

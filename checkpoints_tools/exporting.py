@@ -37,7 +37,7 @@ from pallas_kernels.formats import (
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.weight_values import plain_values
 from specjax.files.atomic_directory import replacing
-from specjax.model.params import Params
+from specjax.model.params import Params, check_is_params
 from specjax.model.weight_names import HEAD, is_block_matrix, named_weights
 
 SHARD_BYTES = 2_000_000_000
@@ -64,6 +64,7 @@ def export(
         cannot describe the model.
       OSError: `path` cannot be written; nothing is left there.
     """
+    check_is_params(params)
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists; give a new path")

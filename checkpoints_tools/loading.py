@@ -19,6 +19,7 @@ from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
 from pallas_kernels.formats import Weight
+from specjax.checks import shown
 from specjax.files.atomic_directory import recover
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
@@ -111,6 +112,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
 def locate(source: str | os.PathLike[str]) -> Path:
     """The directory of a source. Raises FileNotFoundError if there is none."""
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"source must be a directory or a model's name, got {shown(source)}")
     path = SHIPPED_PATH / source if source in SHIPPED else Path(source)
     recover(path)
     if not path.is_dir():

@@ -19,7 +19,10 @@ import numpy as np
 import tokenizers
 
 from checkpoints_tools.chat.template import ChatTemplate, read_chat_template
-from specjax.checks import printable
+from specjax.checks import printable, shown
+
+
+MOST_IDS = 2**24  # of a vocabulary; the largest that is published has fewer than 2**19
 
 
 class Tokenizer:
@@ -51,12 +54,20 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, with or without the special tokens around it."""
-        return self._backend.encode(text, add_special_tokens=special_tokens).ids
+        """The ids of `text`, with or without the special tokens around it.
+
+        Raises ValueError if `text` is something else, or text that cannot be written as UTF-8.
+        """
+        if not isinstance(text, str) or _SURROGATE.search(text):
+            raise ValueError(f"text must be text in Unicode, got {shown(text)}")
+        with _one_sentence("the tokenizer cannot read the text"):
+            return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray | jax.Array) -> str:
         """The text of `ids`, a list or a one-dimensional integer array."""
-        return self._backend.decode(np.asarray(ids, np.int64).tolist())
+        given = np.asarray(ids, np.int64).tolist()
+        with _one_sentence("the tokenizer cannot write the tokens"):
+            return self._backend.decode(given)
 
     def chat(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
         """A conversation in the format that the model was trained on.
@@ -118,10 +129,15 @@ class Tokenizer:
         decoder = self._backend.decoder
         kind = "" if decoder is None else decoder.__getstate__().decode()
         if "ByteLevel" not in kind and _SPACE not in kind:
-            raise ValueError(f"the tokenizer writes its tokens in an unknown way: decoder {kind!r}")
+            raise ValueError(
+                f"the tokenizer writes its tokens in an unknown way: decoder {shown(kind)}"
+            )
         read = _byte_level if "ByteLevel" in kind else _sentencepiece
         written = self._backend.get_vocab()
-        entries: list[bytes | str | None] = [None] * (max(written.values()) + 1)
+        size = max(written.values(), default=-1) + 1
+        if size > MOST_IDS:
+            raise ValueError(f"the tokenizer has the id {size - 1}; accepted: below {MOST_IDS}")
+        entries: list[bytes | str | None] = [None] * size
         for token, index in written.items():
             entries[index] = read(token)
         for index, added in self._backend.get_added_tokens_decoder().items():
@@ -129,6 +145,7 @@ class Tokenizer:
         return entries
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character of UTF-16, not of UTF-8
 _SPACE = "▁"  # how SentencePiece writes a space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # how it writes a byte of an unknown character
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import operator
 import reprlib
 from collections.abc import Callable
@@ -14,13 +15,34 @@ SHOWN_CHARACTERS = 300  # of a foreign text in a message
 
 
 def check_integer(name: str, value: Any) -> int:
-    """Returns `value` as an int; accepts NumPy integers. Raises ValueError for anything else."""
+    """Returns `value` as an int of at most 64 bits; accepts NumPy integers.
+
+    Raises ValueError for anything else.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)
+        found = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{name} must be an integer of at most 64 bits, got {shown(found)}")
+    return found
+
+
+def check_number(name: str, value: Any) -> float:
+    """Returns `value` as a float; accepts NumPy's numbers. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {shown(value)}")
+    return float(value)
+
+
+def check_seed(name: str, value: Any) -> int:
+    """Returns a seed as an int. Raises ValueError unless it is one that no other is equal to."""
+    seed = check_integer(name, value)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name} must be an integer from 0 to {2**32 - 1}, got {seed}")
+    return seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +88,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {shown(value)}")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {shown(value)}")
 
 
 def shown(value: Any) -> str:

@@ -29,7 +29,7 @@ from checkpoints_tools.quantization.calibration import check_tokens
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantization.recipe import Recipe
 from specjax.model.config import ModelConfig
-from specjax.model.params import Params, prepack_weight
+from specjax.model.params import Params, check_is_params, prepack_weight
 from specjax.model.weight_names import named_weights, params_from_weights
 
 
@@ -68,6 +68,7 @@ def quantize(
       ValueError: the method or an option is unknown; calibration is missing, not needed, or does
         not suit the model; or `params` is quantized already.
     """
+    check_is_params(params)
     recipe = Recipe(method, group_size, bits)
     tokens = check_calibration(recipe, calibration, params.config)
     original = named_weights(params)

@@ -21,6 +21,7 @@ from checkpoints_tools.quantization.gptq import round_by_gptq
 from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
 from checkpoints_tools.quantization.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
 from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, check_group_size
+from specjax.checks import shown
 
 TRANSFORMS = ("quarot", "awq", "atom", "act-order")  # in the order in which they apply
 INTEGER_ROUNDINGS = ("rtn", "rtn-clip", "gptq", "gptq-clip")  # to `bits` bits
@@ -47,14 +48,14 @@ class Recipe:
         check_group_size(self.group_size)
         if self.bits not in BITS:
             raise ValueError(f"bits must be 4, 3 or 2, got {self.bits!r}")
-        parts = self.method.split("+")
+        parts = self.method.split("+") if isinstance(self.method, str) else [""]
         *before, last = parts
         transforms = before if last in ROUNDINGS else parts
         if transforms != [part for part in TRANSFORMS if part in transforms]:
             raise ValueError(
                 f"method must be one of {', '.join(ROUNDINGS)}, with any of "
                 f"{', '.join(part + '+' for part in TRANSFORMS)} before it in this order, "
-                f"got {self.method!r}"
+                f"got {shown(self.method)}"
             )
         if "act-order" in parts and (last not in GPTQ or "atom" in parts):
             raise ValueError(f"act-order goes with gptq only: act-order+gptq, got {self.method!r}")

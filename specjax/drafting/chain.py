@@ -16,9 +16,9 @@ from jax import lax
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.row_sums import row_max, row_sum
 from specjax.checks import check_integer
-from specjax.drafting.schedules import Schedule
+from specjax.drafting.schedules import Schedule, check_schedule
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Params
+from specjax.model.params import Params, check_is_params
 from specjax.model.transformer import forward, prefill
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
@@ -57,6 +57,7 @@ class ChainDrafter(Drafter):
             isinstance(confidence, int | float) and 0 < confidence <= 1
         ):
             raise ValueError(f"confidence must be in (0, 1] or None, got {confidence!r}")
+        check_schedule(self.schedule)
 
     def observe(self, draft: Any, verified: Verified) -> Any:
         if self.schedule is None:
@@ -160,9 +161,7 @@ class LevelDrafter(ChainDrafter):
 
 def check_draft_params(drafter: Drafter, params: object) -> None:
     """Raises ValueError unless `params`, a field of the drafter, is a model."""
-    if not isinstance(params, Params):
-        name = type(drafter).__name__
-        raise ValueError(f"params of a {name} must be what specjax.load returns, got {params!r}")
+    check_is_params(params, f"params of a {type(drafter).__name__}")
 
 
 class _Chain(NamedTuple):

@@ -52,6 +52,8 @@ class Combined(Drafter):
     second: Drafter
     extra: int = jax.tree.static(default=0)
 
+    inside = ("first", "second")
+
     def __post_init__(self) -> None:
         if check_integer("extra", self.extra) < 0:
             raise ValueError(f"extra must be at least 0, got {self.extra}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 import jax
 
@@ -40,6 +41,8 @@ class LayerSkip(LevelDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.layers, Iterable):
+            raise ValueError(f"layers must be layer numbers, such as (0, 2), got {self.layers!r}")
         layers = tuple(check_integer("a layer", layer) for layer in self.layers)
         object.__setattr__(self, "layers", layers)  # lists are unhashable
         if not layers or any(low >= high for low, high in itertools.pairwise(layers)):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.checks import shown
 from specjax.drafting.chain import LevelDrafter, LevelState
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -49,6 +50,8 @@ class MultiLevel(Drafter):
     outer: LevelDrafter
     inner: Drafter
 
+    inside = ("outer", "inner")
+
     def __post_init__(self) -> None:
         # JAX passes placeholders here while it unflattens the tree; skip them.
         if isinstance(self.outer, Drafter) and not isinstance(self.outer, LevelDrafter):
@@ -64,8 +67,8 @@ class MultiLevel(Drafter):
 
         Raises ValueError where there are none, or one is there twice.
         """
-        if not levels:
-            raise ValueError("levels must name at least one drafter, got none")
+        if not isinstance(levels, Sequence) or not levels:
+            raise ValueError(f"levels must be at least one drafter, got {shown(levels)}")
         if len({id(level) for level in levels}) < len(levels):
             raise ValueError("levels hold one drafter twice: no level can draft for itself")
         return reduce(lambda inner, outer: cls(outer, inner), reversed(levels))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.formats import Quantized
+from specjax.checks import check_flag
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
@@ -43,6 +44,7 @@ class QSpec(LevelDrafter):
         super().__post_init__()
         if self.activation == "a16":
             raise ValueError('activation of a draft must be "a8" or "a4": "a16" is the verifier\'s')
+        check_flag("overwrite", self.overwrite)
 
     def validate(self, params: Params, positions: int) -> None:
         if not any(isinstance(linear.weight, Quantized) for linear in params.linears()):

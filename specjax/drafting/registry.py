@@ -15,6 +15,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from specjax.checks import check_text, shown
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.combined import Combined
@@ -99,6 +100,7 @@ def options(name: str) -> dict[str, Option]:
 
 def _make(table: Mapping[str, type[Any]], kind: str, text: str, given: dict[str, object]) -> Any:
     """An object of one of the classes in `table`."""
+    check_text("the name of a drafter", text)
     name, _, inside = text.partition(":")
     cls = _find(table, kind, name)
     accepted = _options(cls)
@@ -170,7 +172,7 @@ def _convert(name: str, value: object, option: Option) -> Any:
     try:
         return _parse(hint, value)
     except ValueError:
-        raise ValueError(f"{name} must be {option.accepts}, got {value!r}") from None
+        raise ValueError(f"{name} must be {option.accepts}, got {shown(value)}") from None
 
 
 def _parse(hint: Any, text: str) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.row_sums import running_sums
+from specjax.checks import check_number, shown
 from specjax.speculation.state import Verified
 
 
@@ -71,9 +72,9 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         for name in ("draft_cost", "row_cost"):
-            if not 0 <= getattr(self, name) < float("inf"):
+            if not 0 <= check_number(name, getattr(self, name)) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
-        if not 1 <= self.memory < float("inf"):
+        if not 1 <= check_number("memory", self.memory) < float("inf"):
             raise ValueError(f"memory must be at least 1 draft, got {self.memory!r}")
 
     def init(self, rows: int, longest: int) -> jax.Array:
@@ -93,3 +94,12 @@ class Adaptive:
         fade = (1 - 1 / self.memory) ** tested[:, None]
         moved = state * fade + jnp.stack((verified.accepted, tested), axis=1)
         return jnp.where((verified.count == 0)[:, None], state, moved)
+
+
+def check_schedule(schedule: object) -> None:
+    """Raises ValueError unless `schedule` has the methods of a `Schedule`, or is None."""
+    lacking = [name for name in ("init", "lengths", "update") if not hasattr(schedule, name)]
+    if schedule is not None and (lacking or isinstance(schedule, type)):
+        raise ValueError(
+            f"schedule must be a schedule such as specjax.Adaptive() or None, got {shown(schedule)}"
+        )

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.checks import check_integer
+from specjax.checks import check_flag, check_integer
 from specjax.drafting.ngram_tables import NGramTable, last_tokens
 from specjax.drafting.window import MATCHES, WindowDrafter, WindowState
 from specjax.speculation.sampling import greedy
@@ -72,6 +72,8 @@ class Spectra(WindowDrafter):
             raise ValueError(f"refine must be in 0 … 1, got {self.refine!r}")
         if check_integer("backward_length", self.backward_length) < 1:
             raise ValueError(f"backward_length must be at least 1, got {self.backward_length}")
+        for name in ("forward", "backward", "parts"):
+            check_flag(name, getattr(self, name))
         if not (self.forward or self.backward):
             raise ValueError("forward and backward are both False: nothing is left to guess from")
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_integer
+from specjax.checks import check_flag, check_integer, check_seed
 from specjax.drafting.ngram_tables import CHUNK, NGramTable, index_text
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -77,7 +77,8 @@ class WindowDrafter(Drafter):
                 f"capacity must be at least {least} for window={self.window} and "
                 f"guesses={self.guesses}, got {self.capacity}"
             )
-        check_integer("seed", self.seed)
+        check_flag("text", self.text)
+        check_seed("seed", self.seed)
 
     @property
     def draft_length(self) -> int:

@@ -16,6 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from specjax.checks import check_seed
 from specjax.evaluation.likelihood import log_likelihoods, rolling_log_likelihoods
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.generation.batching import complete
@@ -60,7 +61,7 @@ class SpecjaxLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         self._drafter, self._rows, self._cache_bits = drafter, rows, cache_bits
         positions = params.config.max_position_embeddings
         self._max_length = positions if max_length is None else max_length
-        self._key = jax.random.key(seed)
+        self._key = jax.random.key(check_seed("seed", seed))
 
     @property
     def eot_token_id(self) -> int:

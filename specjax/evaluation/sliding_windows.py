@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.evaluation.scoring import score_tokens
-from specjax.model.params import Params
+from specjax.model.params import Params, check_is_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,7 @@ def _batches(
 
 
 def _check(params: Params, text: np.ndarray, window: int, stride: int, rows: int) -> None:
+    check_is_params(params)
     config = params.config
     if text.ndim != 1 or len(text) < 2:
         raise ValueError(f"tokens must be one text of at least two tokens, got shape {text.shape}")

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_integer
+from specjax.checks import check_integer, shown
 from specjax.model.config import ModelConfig
 
+_TEXTS = str | bytes | bytearray | memoryview  # sequences of integers, but not token ids
 Prompt = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -45,13 +46,22 @@ def normalize_prompt(
         raise ValueError(f"prompt is empty (shape {tokens.shape}); it needs at least one token")
     try:
         lengths = jnp.asarray(np.full(rows, width, np.int32) if counts is None else counts)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"prompt_lengths must hold one integer per prompt, got {counts!r}"
         ) from None
     _check_lengths(lengths, rows, width)
     _check_tokens(tokens, lengths, config.vocab_size)
     return jnp.asarray(tokens, jnp.int32), lengths.astype(jnp.int32)
+
+
+def check_ids(ids: Any, name: str = "prompt") -> list[int]:
+    """Returns token ids as a list. Raises ValueError unless there are some, all integers."""
+    if not isinstance(ids, Sequence | np.ndarray | jax.Array) or isinstance(ids, _TEXTS):
+        raise ValueError(f"{name} must be a list of token ids, got {shown(ids)}")
+    if len(ids) == 0:
+        raise ValueError(f"{name} is empty; it needs at least one token")
+    return [check_integer(f"a token of {name}", token) for token in ids]
 
 
 def check_limits(
@@ -104,26 +114,17 @@ def _pad(
     prompt: Sequence[int] | Sequence[Sequence[int]], pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Converts lists of tokens to a right-padded array and lengths."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
-        raise ValueError(f"prompt must be token ids (an array or lists), got {prompt!r}")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, _TEXTS):
+        raise ValueError(f"prompt must be token ids (an array or lists), got {shown(prompt)}")
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it needs at least one token")
     rows: Any = prompt if isinstance(prompt[0], Sequence | np.ndarray) else [prompt]
-    arrays = [_row(index, row) for index, row in enumerate(rows)]
+    arrays = [np.array(check_ids(row, f"prompt row {index}")) for index, row in enumerate(rows)]
     lengths = np.array([row.size for row in arrays], np.int32)
     padded = np.full((len(arrays), lengths.max()), pad_id, np.int64)
     for index, row in enumerate(arrays):
         padded[index, : row.size] = row
     return padded, lengths
-
-
-def _row(index: int, row: Any) -> np.ndarray:
-    """Returns one prompt of a list of prompts as an array."""
-    if not isinstance(row, Sequence | np.ndarray):
-        raise ValueError(f"prompt row {index} must be a list of token ids, got {row!r}")
-    if len(row) == 0:
-        raise ValueError(f"prompt row {index} is empty; it needs at least one token")
-    return np.array([check_integer(f"a token of prompt row {index}", token) for token in row])
 
 
 def _check_lengths(lengths: jax.Array, rows: int, width: int) -> None:

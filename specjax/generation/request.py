@@ -21,7 +21,7 @@ from specjax.drafting import QSpec
 from specjax.generation.prompts import check_limits, check_stop_tokens
 from specjax.model.config import ModelConfig
 from specjax.model.parallel import check_drafter
-from specjax.model.params import Params
+from specjax.model.params import Params, check_is_params
 from specjax.speculation.drafter import Drafter, check_is_drafter
 from specjax.speculation.sampling import Sampling
 
@@ -113,8 +113,7 @@ class Request:
 
 
 def _check_types(params: object, drafter: object, sampling: object) -> None:
-    if not isinstance(params, Params):
-        raise ValueError(f"params must be what specjax.load returns, got {type(params).__name__}")
+    check_is_params(params)
     check_is_drafter(drafter)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a specjax.Sampling or None, got {sampling!r}")

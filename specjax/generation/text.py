@@ -9,9 +9,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from specjax.checks import check_integer
-from specjax.generation.decoding import decode_request, start_request
-from specjax.generation.prompts import Prompt
+from specjax.generation.decoding import decode_request, failure, start_request
+from specjax.generation.prompts import Prompt, check_ids
 from specjax.generation.request import Request
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -167,14 +166,12 @@ def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Ro
 
 def _bucketed(
     params: Params, prompt: Sequence[int], max_new_tokens: int
-) -> tuple[Prompt, list[int] | None]:
+) -> tuple[Prompt, list[int]]:
     """Pads a prompt to an integer array [1, W]; few different W, since each one is compiled anew.
 
     W is the next multiple of _BUCKET, or less if the model's positions end before it.
     """
-    ids = [check_integer("a prompt token", token) for token in prompt]
-    if not ids:
-        return ids, None  # for `decode_request` and `start_request` to reject
+    ids = check_ids(prompt)
     length = len(ids)
     room = params.config.max_position_embeddings - max_new_tokens
     width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))

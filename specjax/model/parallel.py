@@ -36,7 +36,7 @@ from pallas_kernels.weight_values import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Params, stored
+from specjax.model.params import Params, check_is_params, stored
 
 T = TypeVar("T")
 DATA, TENSOR = "data", "tensor"
@@ -86,6 +86,7 @@ def shard(params: Params, mesh: Mesh) -> Params:
     Raises:
       ValueError: params are divided already, or the tensor axis does not divide the heads.
     """
+    check_is_params(params)
     if params.mesh is not None:
         raise ValueError(f"params are divided already, over {params.mesh.shape_tuple}")
     check_model(params.config, mesh)

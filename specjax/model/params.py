@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from pallas_kernels import cpu
-from pallas_kernels.formats import Bfloat16Weight, Weight, is_format, plain_weight
+from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
 from specjax.model.config import ModelConfig
 
@@ -65,6 +65,16 @@ class Params:
     config: ModelConfig = jax.tree.static()
     mesh: Mesh | None = jax.tree.static(default=None)
 
+    def __repr__(self) -> str:
+        """One line, whatever the leaves hold: JAX puts all kinds of things there."""
+        leaves = jax.tree.leaves(self, is_leaf=is_format)
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if isinstance(leaf, Quantized)})
+        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self))
+        return (
+            f"Params({self.config.model_type}, {_parameters(self.config) / 1e6:,.1f} million "
+            f"parameters, {' and '.join(kinds) or self.config.dtype}, {nbytes / 1e6:,.1f} MB)"
+        )
+
     @property
     def num_kv_heads(self) -> int:
         """Number of key-value heads held here: the model's, or a device's part of them."""
@@ -87,6 +97,12 @@ class Params:
                 yield getattr(layer, name)
 
 
+def check_is_params(params: object, name: str = "params") -> None:
+    """Raises ValueError unless `params` is a model."""
+    if not isinstance(params, Params):
+        raise ValueError(f"{name} must be what specjax.load returns, got {type(params).__name__}")
+
+
 def prepack(params: Params) -> Params:
     """Returns the same model with its matrices in the order that this machine's kernels read
     fastest.
@@ -104,6 +120,7 @@ def prepack(params: Params) -> Params:
     Returns:
       The model, as large as before. It shares the matrices that were in that order already.
     """
+    check_is_params(params)
     if params.mesh is not None:
         return params
     looked_up = None if params.lm_head is None else params.embedding
@@ -149,3 +166,10 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "q": (queries, d), "k": (keys, d), "v": (keys, d), "o": (d, queries),
         "gate": (f, d), "up": (f, d), "down": (d, f),
     }  # fmt: skip
+
+
+def _parameters(config: ModelConfig) -> int:
+    """Counts the parameters, but for norms and biases."""
+    heads = 1 if config.tie_word_embeddings else 2
+    blocks = sum(n * k for n, k in linear_shapes(config).values())
+    return heads * config.vocab_size * config.hidden_size + config.num_layers * blocks

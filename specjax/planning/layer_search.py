@@ -33,7 +33,7 @@ from pallas_kernels.weight_values import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Layer, Params
+from specjax.model.params import Layer, Params, check_is_params
 from specjax.model.transformer import block, linear, norm, pass_context
 from specjax.planning.speed import LONGEST, Level, best_draft_lengths, speedup
 from specjax.speculation.sampling import greedy
@@ -87,6 +87,7 @@ def search_layers(
     Raises:
       ValueError: an argument is out of its range, or a token outside the vocabulary.
     """
+    check_is_params(params)
     count = params.config.num_layers
     tokens = _check(params.config, tokens, activation, least)
     kept = tuple(range(count))

@@ -24,7 +24,7 @@ from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, start
 from specjax.generation.prompts import Prompt, normalize_prompt
 from specjax.generation.request import row_keys
-from specjax.model.params import Params
+from specjax.model.params import Params, check_is_params
 from specjax.planning.speed import Level, draft_time, speedup
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Proposal
@@ -103,6 +103,7 @@ def measure(
       ValueError: as `specjax.decode` does; the drafter proposes nothing; `turns` is less than 1, or
         `rows` not in 1 … the number of prompts.
     """
+    check_is_params(params)
     if check_integer("turns", turns) < 1:
         raise ValueError(f"turns must be at least 1, got {turns}")
     options: dict[str, Any] = {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
+
+from specjax.checks import shown
 from specjax.model.params import Params
 from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
@@ -19,7 +22,11 @@ class Drafter(abc.ABC):
 
     Decoding calls `validate`, then `init` once the prompts are in the cache, then `propose` and
     `observe` every round. JAX traces all but `validate`, so sizes are static.
+
+    inside: the names of the fields that hold drafters.
     """
+
+    inside: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:  # an abstract property would stand in the way of a field
 
@@ -81,12 +88,22 @@ class Drafter(abc.ABC):
         return ()
 
 
-def check_is_drafter(drafter: object) -> None:
-    """Raises ValueError unless `drafter` is a complete `Drafter`."""
-    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter must be a drafter such as specjax.QSpec(), got {drafter!r}"
-            + (": derive its class from specjax.Drafter" if hasattr(drafter, "propose") else "")
-        )
+def check_is_drafter(drafter: object, name: str = "drafter") -> None:
+    """Raises ValueError unless `drafter` is a complete `Drafter`; `name` is what it is called."""
+    if not isinstance(drafter, Drafter):
+        message = f"{name} must be a drafter such as specjax.QSpec(), got {shown(drafter)}"
+        if hasattr(drafter, "propose") and not isinstance(drafter, type):
+            methods = [method for method in vars(Drafter) if not method.startswith("_")]
+            lacking = ", ".join(method for method in methods if not hasattr(drafter, method))
+            message += f", which lacks {lacking}: derive its class from specjax.Drafter"
+        raise ValueError(message)
+    own = type(drafter).__name__
+    for field in drafter.inside:
+        check_is_drafter(getattr(drafter, field), f"{field} of a {own}")
     if not hasattr(drafter, "draft_length"):
-        raise ValueError(f"drafter must have a draft_length, and {drafter!r} has none")
+        raise ValueError(f"{name} must have a draft_length, and {own} has none")
+    if jax.tree.leaves(drafter) == [drafter]:
+        raise ValueError(
+            f"{name} must be a pytree, and {own} is none: register its class by "
+            "jax.tree_util.register_dataclass"
+        )
