@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from specjax.generation.decoding import decode_request, failure, start_request
+from specjax.generation.decoding import decode_request, start_request
 from specjax.generation.prompts import Prompt, check_ids
 from specjax.generation.request import Request
 from specjax.model.params import Params
