@@ -84,6 +84,8 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     ):
         add(name, type=int, metavar="N", help=f"{what}; the task's own number if left out")
     add("--chat", action="store_true", help="put the questions into the model's chat template")
+    help_ = "run programs that the model writes where nothing holds them too"
+    add("--unsafe", action="store_true", help=help_)
     add_json(parser)
 
 
@@ -219,7 +221,7 @@ def _row_numbers(row: Row) -> dict[str, Any]:
 def _task_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "rows": options.rows, "limit": options.limit, "shots": options.shots,
-        "max_new_tokens": options.max_new_tokens, "chat": options.chat,
+        "max_new_tokens": options.max_new_tokens, "chat": options.chat, "unsafe": options.unsafe,
     }  # fmt: skip
 
 

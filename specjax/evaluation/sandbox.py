@@ -1,74 +1,145 @@
-"""Runs a program that a model wrote, in a process that can do little harm.
+"""Judges a program that a model wrote, in processes that reach neither this one nor its user.
 
-On every system the program has its own process group, which is killed as a whole, an empty folder
-to work in, no input, no environment, and limits on seconds, memory, file sizes and processes. On
-Linux it cannot start another process. Where Linux also allows namespaces (`Outcome.isolated`), it
-has no network, cannot signal other processes, and writes to its own folder only. The sandbox guards
-against accidents, such as code that removes files or never ends; it does not stop an attacker.
+The program runs in a process of its own. Its tests run in another, which asks the first for the
+results of calls and gets copies of plain values: the verdict is made where the program is not.
+Both are kept from files, the network and other processes by namespaces or Landlock, and by a
+filter of system calls. Where Linux has neither, nothing runs unless the caller insists.
+SECURITY.md has a table of what is held back where.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import selectors
 import signal
+import site
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-_KEEPER = Path(__file__).with_name("sandbox_keeper.py")
-_GRACE = 2.0  # seconds for the interpreters to start and the namespaces to be made
+_START = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from box.keeper import main
+del sys.path[0]
+main()
+"""
+_LIBRARIES = (
+    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/gnu/store",
+    "/etc/ld.so.cache", "/usr/share/zoneinfo",
+)  # fmt: skip
+_GRACE = 10.0  # seconds for the keeper to start, and to clear up
+_LONGEST_REPORT = 4096  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program and its tests.
+
+    source: the program.
+    tests: the source of its tests, which fail with an exception.
+    names: the program's names that the tests use.
+    given: source that runs before the tests and gives them further names, without the program's.
+    """
+
+    source: str
+    tests: str = ""
+    names: tuple[str, ...] = ()
+    given: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The outcome of a program.
 
-    passed: whether it ran to its end without an exception.
+    passed: whether the program and its tests ran to their ends without an exception.
     reason: the exception's name and message, or why it was stopped; "" where it passed.
-    isolated: whether namespaces kept it from the network and from other files.
+    walls: what held the program: "namespaces", "landlock", or "none" where `unsafe` insisted.
     """
 
     passed: bool
     reason: str
-    isolated: bool
+    walls: str
 
 
-def run(program: str, *, seconds: int = 5, megabytes: int = 512) -> Outcome:
-    """Runs a Python program.
+def run(
+    program: Program, *, seconds: int = 5, megabytes: int = 512, unsafe: bool = False
+) -> Outcome:
+    """Runs a program and its tests.
 
     Args:
-      program: its source.
-      seconds: limit of processor time, and of elapsed time.
-      megabytes: limit of memory per process; files may hold a sixteenth of it.
+      program: the program.
+      seconds: limit of processor time of each of the two processes; one second more of elapsed
+        time.
+      megabytes: limit of memory of each process; files may hold a sixteenth of it.
+      unsafe: run the program where nothing holds it too.
 
     Returns:
       The outcome. A program that exits by itself, as by `sys.exit`, has not passed.
+
+    Raises:
+      ValueError: this system has nothing that holds the program, and `unsafe` is not set.
     """
-    with tempfile.TemporaryDirectory(prefix="specjax-sandbox-") as folder:
+    report = _report(program, seconds, megabytes, unsafe)
+    walls, _, verdict = report.decode(errors="replace").partition("\n")
+    if walls == "refused":
+        raise ValueError(
+            f"programs that a model wrote are not run here, because this system does not allow "
+            f"{verdict}: use another system, or insist with unsafe=True (--unsafe)"
+        )
+    if not verdict:
+        return Outcome(False, "stopped: the sandbox gave no verdict", "none")
+    return Outcome(verdict == "+", verdict[1:], walls)
+
+
+def check(*, unsafe: bool = False) -> None:
+    """Runs a program without harm, to see that programs can be judged here.
+
+    Raises:
+      ValueError: as `run`.
+      OSError: the sandbox does not work on this system.
+    """
+    outcome = run(Program("def f(): return 1", "assert f() == 1", ("f",)), unsafe=unsafe)
+    if not outcome.passed:
+        raise OSError(f"the sandbox does not work on this system: {outcome.reason}")
+
+
+def _report(program: Program, seconds: int, megabytes: int, unsafe: bool) -> bytes:
+    """What the keeper says; nothing where it does not come to saying anything."""
+    source = program.source.encode("utf-8", "surrogatepass")
+    tests = {"tests": program.tests, "names": program.names, "given": program.given}
+    packages = site.getsitepackages()
+    standard = [str(Path(os.__file__).parent), str(Path(sys.base_prefix, "lib"))]
+    libraries = sorted({*_LIBRARIES, *standard, *packages})
+    order = json.dumps(
+        [os.getpid(), tempfile.gettempdir(), libraries, packages, len(source), seconds, megabytes,
+         unsafe]
+    )  # fmt: skip
+    with tempfile.TemporaryFile() as file:
+        file.write(source + json.dumps(tests).encode())
+        file.flush()
         keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_KEEPER), folder, str(seconds), str(megabytes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            cwd=folder, env={}, start_new_session=True,
+            [sys.executable, "-I", "-S", "-c", _START, order],
+            stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={},
+            start_new_session=True,
         )  # fmt: skip
-        try:
-            report, _ = keeper.communicate(program.encode(), timeout=seconds + _GRACE)
-        except subprocess.TimeoutExpired:
+    assert keeper.stdout is not None
+    report, end = b"", time.monotonic() + seconds + _GRACE
+    try:
+        with keeper.stdout as pipe, selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while len(report) < _LONGEST_REPORT and selector.select(end - time.monotonic()):
+                part = os.read(pipe.fileno(), _LONGEST_REPORT)
+                if not part:
+                    break
+                report += part
+    finally:
+        with contextlib.suppress(OSError):
             os.killpg(keeper.pid, signal.SIGKILL)
-            report, _ = keeper.communicate()
-        except BaseException:
-            os.killpg(keeper.pid, signal.SIGKILL)
-            raise
-    return _outcome(report, seconds)
-
-
-def _outcome(report: bytes, seconds: int) -> Outcome:
-    """Reads the keeper's report: whether namespaces were made, and how the program ended."""
-    first, _, last = report.decode(errors="replace").partition("\n")
-    isolated = first == "isolated"
-    if not last:
-        return Outcome(False, f"stopped: more than {seconds} s, or it exited by itself", isolated)
-    reason = json.loads(last)
-    return Outcome(reason == "", reason, isolated)
+        keeper.wait()
+    return report

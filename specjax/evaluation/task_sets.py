@@ -82,6 +82,7 @@ def evaluate(
     activation: Activation = "a16",
     cache_bits: int = 16,
     chat: bool = False,
+    unsafe: bool = False,
     out: str | Path | None = None,
     progress: Callable[[TaskProgress], None] | None = None,
 ) -> list[TaskResult]:
@@ -102,6 +103,7 @@ def evaluate(
       activation: activation precision of the model itself. "a8" and "a4" decode without a drafter.
       cache_bits: bits per KV cache entry: 16, 8 or 4.
       chat: put the questions into the tokenizer's chat template.
+      unsafe: run programs that the model writes where nothing holds them too.
       out: a file of results; a killed run continues from it. See `specjax.evaluation.runs`.
       progress: called after every item.
 
@@ -112,7 +114,7 @@ def evaluate(
     Raises:
       FileNotFoundError: a task's file is missing.
       ValueError: a task is unknown, a file does not hold what it should, an argument is out of its
-        range, or `out` holds other results.
+        range, `out` holds other results, or a task runs programs, which this system cannot hold.
     """
     if activation != "a16" and drafter is not None:
         raise ValueError(
@@ -130,8 +132,10 @@ def evaluate(
         drafter = QSpec() if activation == "a16" else Autoregressive()
     setup = Setup(
         params, tokenizer, drafter, rows, max_new_tokens, activation, cache_bits,
-        template if chat else None,
+        template if chat else None, unsafe,
     )  # fmt: skip
+    for task in chosen:
+        task.check(setup)
     entries = {task.name: task.entries(setup, Path(data), shots)[:limit] for task in chosen}
     settings: Record = {}
     if out is not None:  # the digest of a model reads all of it

@@ -137,7 +137,9 @@ def test_decoding_ends_with_the_text_that_begins_another_question(folder, monkey
 
 def test_any_drafter_writes_the_same(folder) -> None:
     drafters = (specjax.Autoregressive(), specjax.QSpec(activation="a4"))
-    plain, drafted = (_evaluate(folder, ["humaneval"], drafter=each)[0] for each in drafters)
+    plain, drafted = (
+        _evaluate(folder, ["humaneval"], drafter=each, unsafe=True)[0] for each in drafters
+    )
     assert [r["tokens"] for r in plain.records] == [r["tokens"] for r in drafted.records]
     assert plain.summary()["tokens"] == 12 and "acceptance" in drafted.summary()
     assert plain.metrics == {"pass@1": 0.0} and plain.records[0]["note"]
@@ -322,6 +324,24 @@ def test_the_command_says_what_is_wrong(folder, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["evaluate", "gsm9k", "--data", str(folder)])
     assert "gsm8k" in capsys.readouterr().err
+
+
+# Where nothing holds programs, a task that runs them ends before its first answer.
+def test_programs_run_behind_walls_or_when_told_to(folder, monkeypatch, capsys) -> None:
+    def report(program, seconds, megabytes, unsafe) -> bytes:
+        return b"none\n+" if unsafe else b"refused\nnamespaces and Landlock"
+
+    monkeypatch.setattr("specjax.evaluation.sandbox._report", report)
+    (result,) = _evaluate(folder, ["humaneval"], unsafe=True)
+    assert result.metrics == {"pass@1": 1.0}
+    monkeypatch.setattr("specjax.evaluation.tasks.written.complete", None)
+    refusal = "does not allow namespaces and Landlock: use another system, or insist with"
+    with pytest.raises(ValueError, match=refusal):
+        _evaluate(folder, ["humaneval"])
+    command = ["evaluate", "humaneval", "--model", "tiny", "--data", str(folder)]
+    assert main(command) == 1 and refusal in capsys.readouterr().err
+    with pytest.raises(TypeError, match="NoneType"):
+        main([*command, "--unsafe"])
 
 
 @pytest.mark.exhaustive

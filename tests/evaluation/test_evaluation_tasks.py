@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specjax.evaluation import sandbox
 from specjax.evaluation.tasks import TASKS, WIKITEXT2
 from specjax.evaluation.tasks.arithmetic import GSM8K, final_number
 from specjax.evaluation.tasks.competition import MATH, WORKED, boxed, same_answer
@@ -15,6 +16,15 @@ from specjax.evaluation.tasks.programs import HUMANEVAL, MBPP
 from specjax.evaluation.tasks.written import Question
 from specjax.files.json_lines import read_lines
 from tests.support.task_files import write_tasks
+
+
+@pytest.fixture
+def walls() -> None:
+    """For tests that run programs: they are skipped where nothing holds them."""
+    try:
+        sandbox.check()
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ def test_boxed() -> None:
         assert boxed(solution) is not None
 
 
-def test_programs_are_judged_by_running_them(tmp_path) -> None:
+def test_programs_are_judged_by_running_them(tmp_path, walls) -> None:
     write_tasks(tmp_path)
     (item,) = HUMANEVAL.items(tmp_path)
     assert HUMANEVAL.judge(item, "    return 2 * x\n").correct
@@ -150,10 +160,48 @@ def test_reference_solutions_are_right(data) -> None:
         lines = read_lines(data / task.file)[:100]
         for line, item in zip(lines, task.items(data), strict=False):
             assert task.judge(item, line.text(name)).correct, line
-    for line, item in zip(
-        read_lines(data / HUMANEVAL.file)[:4], HUMANEVAL.items(data), strict=False
-    ):
-        assert HUMANEVAL.judge(item, line.text("canonical_solution")).correct, line
+
+
+# In make test one program of each kind: a helper of the prompt's in the tests, a class of the
+# program's in what comes before the tests.
+@pytest.mark.parametrize(
+    ("task", "field", "chosen"),
+    [
+        (HUMANEVAL, "canonical_solution", "HumanEval/32"),
+        (MBPP, "code", "367"),
+        pytest.param(HUMANEVAL, "canonical_solution", None, marks=pytest.mark.exhaustive),
+        pytest.param(MBPP, "code", None, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_reference_programs_are_right(task, field, chosen, data, walls) -> None:
+    lines = read_lines(data / task.file)
+    solutions = {str(line.fields["task_id"]): line.text(field) for line in lines}
+    for item in task.items(data):
+        if chosen in (None, item.id):
+            assert task.judge(item, solutions[item.id]).correct, item
+
+
+# Tests call the prompt's helpers and Python's functions as they were, whatever an answer makes of
+# them.
+def test_answers_do_not_judge_themselves(tmp_path, walls) -> None:
+    write_tasks(tmp_path)
+    line = json.loads((tmp_path / HUMANEVAL.file).read_text())
+    line["prompt"] = "def error(x):\n    return x - 6\n\n\n" + line["prompt"]
+    line["test"] = "def check(candidate):\n    assert abs(error(candidate(3))) < 1\n"
+    (tmp_path / HUMANEVAL.file).write_text(json.dumps(line))
+    (item,) = HUMANEVAL.items(tmp_path)
+    assert HUMANEVAL.judge(item, "    return 2 * x").correct
+    cheat = "    return 0\n\n\ndef error(x):\n    return 0\n\n\ndef abs(x):\n    return 0\n"
+    assert not HUMANEVAL.judge(item, cheat).correct
+
+
+def test_a_program_may_have_the_name_of_a_function_of_pythons(tmp_path, walls) -> None:
+    write_tasks(tmp_path)
+    line = {"task_id": 11, "text": "Add.", "test_list": ["assert abs(sum(2, 3) - 5) == 0"]}
+    (tmp_path / MBPP.file).write_text(json.dumps({**line, "code": "def sum(a, b): return a + b"}))
+    (item,) = MBPP.items(tmp_path, 0)
+    assert MBPP.judge(item, "def sum(a, b):\n    return a + b").correct
+    assert not MBPP.judge(item, "def sum(a, b):\n    return 0\ndef abs(x):\n    return 0").correct
 
 
 @pytest.mark.parametrize(
@@ -163,6 +211,7 @@ def test_reference_solutions_are_right(data) -> None:
         ("gsm8k", "[]", r"line 3 of .*gsm8k_test.jsonl has no text in answer"),
         ("gsm8k", '{"question": "?", "answer": "none"}', "line 3 .* has no number in answer"),
         ("mbpp", '{"task_id": 12, "text": "", "test_list": []}', "the id '12' of line 5"),
+        ("mbpp", '{"task_id": 13, "text": "", "test_list": ["assert ("]}', "line 6 .* not Python"),
         ("piqa", '{"goal": "", "sol1": "", "sol2": "", "label": 2}', "label=2, and 2 options"),
         ("winogrande", '{"context_options": "", "continuation": ""}', "no list in context_options"),
         ("mt_bench", '{"turns": []}', "must have texts in turns"),

@@ -35,6 +35,7 @@ class Setup(NamedTuple):
     """The model and how it is asked: the same for all tasks of a call.
 
     chat: the tokenizer whose template holds the questions; None: questions are plain texts.
+    unsafe: programs that the model writes run also where nothing holds them.
     max_new_tokens: most tokens per answer; None: the task's own number.
     The other fields are those of `evaluate`.
     """
@@ -47,6 +48,7 @@ class Setup(NamedTuple):
     activation: Activation = "a16"
     cache_bits: int = 16
     chat: ChatTokenizer | None = None
+    unsafe: bool = False
 
 
 class Identified(Protocol):
@@ -96,6 +98,9 @@ class Task(abc.ABC, Generic[Entry]):
     @abc.abstractmethod
     def metrics(self, records: Sequence[Record]) -> dict[str, float]:
         """The task's metrics over records without an error, at least one."""
+
+    def check(self, setup: Setup) -> None:
+        """Raises ValueError where this system cannot judge the task's answers as `setup` wants."""
 
     def turns(self, entries: Sequence[Entry]) -> int:
         """How many records the entries lead to, later turns included."""

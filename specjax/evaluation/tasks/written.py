@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.evaluation import sandbox
 from specjax.evaluation.runs import Record
 from specjax.evaluation.tasks.base import Setup, Task, mean, read_items
 from specjax.files.json_lines import Line, read_lines
@@ -77,6 +78,8 @@ class WrittenTask(Task[Prompt]):
     max_new_tokens: most tokens per answer.
     stops: texts that end an answer; another question begins there.
     frame: the layout of a question outside a chat template; "{}" stands for the question.
+    judge_unsafe: where the judge runs what the model wrote: the same judge, also where nothing
+        holds that; else None.
     shots: worked examples before every question.
     examples: the text of a number of examples, read from the folder of data.
     """
@@ -90,9 +93,14 @@ class WrittenTask(Task[Prompt]):
     max_new_tokens: int
     stops: tuple[str, ...] = ()
     frame: str = "{}"
+    judge_unsafe: Callable[[Question, str], Verdict] | None = None
     shots: int = 0
     examples: Callable[[Path, int], str] | None = None
     drafts = True
+
+    def check(self, setup: Setup) -> None:
+        if self.judge_unsafe is not None:
+            sandbox.check(unsafe=setup.unsafe)
 
     def items(self, data: Path, shots: int | None = None) -> list[Question]:
         """The questions, each after `shots` worked examples; None: the task's own number.
@@ -182,7 +190,8 @@ class WrittenTask(Task[Prompt]):
         tokens = completion.tokens[len(entry.tokens) :].tolist()
         stop_tokens = setup.params.config.stop_tokens
         text = self.cut(output_text(setup.tokenizer, entry.tokens, tokens, stop_tokens))
-        verdict = self.judge(entry.question, text)
+        unsafe = self.judge_unsafe if setup.unsafe else None
+        verdict = (unsafe or self.judge)(entry.question, text)
         counts = {name: int(getattr(completion.stats, name)) for name in _COUNTS}
         return {"id": entry.id, "correct": verdict.correct, "note": verdict.note, **counts,
                 "text": text, "tokens": tokens}  # fmt: skip

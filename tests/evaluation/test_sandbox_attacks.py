@@ -1,0 +1,110 @@
+"""Programs that attack the sandbox, in every setting that this machine allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import attacked
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no walls")
+
+NOBODY = 65534
+SCRIPT = str(Path(attacked.__file__))
+NAMES = [each.name for each in attacked.attacks()]
+FORGERIES = [each.name for each in attacked.attacks() if each.kind == "forge"]
+CHOSEN = (
+    "writes garbage to the old place of the verdict and leaves",
+    "writes brackets to every descriptor and leaves",
+    "looks for the verdict in the frames of its callers",
+    "returns an object that equals everything",
+    "writes through the descriptors of other processes",
+    "answers before it is asked",
+    "ends an iteration of the tests",
+    "reads a file",
+    "writes to the kernel's log",
+    "sends to a socket with a name from a pair",
+    "kills a process",
+    "forks by the table of 32 bits",
+    "wants to outlive its parent",
+    "makes folders that nobody may open",
+    "sleeps for ever",
+)
+
+
+@pytest.mark.parametrize("refused", [[], ["namespaces"]], ids=["all", "no namespaces"])
+def test_some_attacks(refused: list[str]) -> None:
+    _attack(CHOSEN, refused=refused)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("user", [0, NOBODY], ids=["superuser", "user"])
+@pytest.mark.parametrize("refused", [[], ["namespaces"]], ids=["all", "no namespaces"])
+def test_every_attack(refused: list[str], user: int) -> None:
+    _attack(NAMES, refused=refused, user=user)
+
+
+# Without any walls a program reaches what its user reaches, but no process of the sandbox.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("user", [0, NOBODY], ids=["superuser", "user"])
+def test_forgeries_without_walls(user: int) -> None:
+    names = [name for name in FORGERIES if "other processes" not in name]
+    _attack(names, refused=["namespaces", "landlock"], user=user, unsafe=True)
+
+
+def test_nothing_runs_without_walls() -> None:
+    found = _run(CHOSEN, refused=["namespaces", "landlock"])
+    assert found["refusal"] == (
+        "programs that a model wrote are not run here, because this system does not allow "
+        "namespaces (Operation not permitted) and Landlock: use another system, or insist with "
+        "unsafe=True (--unsafe)"
+    )
+
+
+def _attack(names: Sequence[str], **setting: Any) -> None:
+    found = _run(names, **setting)
+    if "refusal" in found:
+        pytest.skip(found["refusal"])
+    outcomes = found["outcomes"]
+    assert set(outcomes) == set(names)
+    assert [name for name, (passed, *_) in outcomes.items() if passed] == []
+    assert found["harm"] == []
+    assert found["grown"] < 32 << 10
+    assert max(seconds for *_, seconds in outcomes.values()) < 8  # limits end them after two
+
+
+def _run(
+    names: Sequence[str], *, refused: list[str], user: int | None = None, unsafe: bool = False
+) -> dict[str, Any]:
+    user = os.geteuid() if user is None else user
+    if os.geteuid() not in (user, 0):
+        pytest.skip("only the superuser can become another user")
+    setting = {"user": user, "refused": refused, "unsafe": unsafe, "names": list(names)}
+    command = [_python(user), "-I", SCRIPT, json.dumps(setting)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def _python(user: int) -> str:
+    """An interpreter that this user can run, and that can read the script."""
+    if user == os.geteuid():
+        return sys.executable
+    works = f"import sys; open({SCRIPT!r}); assert sys.version_info >= (3, 11)"
+    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        command = [python, "-I", "-c", works]
+        try:
+            done = subprocess.run(command, user=user, capture_output=True, check=False, cwd="/")
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return python
+    pytest.skip("no interpreter that another user can run")
