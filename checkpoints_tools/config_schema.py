@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.checks import Check, Number, Whole, check_flag, printable, shown
+from specjax.checks import Check, Number, Whole, check_flag, check_text, printable, shown
 from specjax.files.json_objects import as_object, read_object
 from specjax.model.config import CHECKS, SIZE, TOKEN
 
@@ -27,13 +27,14 @@ def read_fields(file: Path, schema: Schema) -> dict[str, Any]:
     """
     fields = read_object(file)
     try:
-        _check_fields(fields, schema)
+        check_fields(fields, schema)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return fields
 
 
-def _check_fields(fields: Mapping[str, Any], schema: Schema, place: str = "") -> None:
+def check_fields(fields: Mapping[str, Any], schema: Schema, place: str = "") -> None:
+    """Raises ValueError if a field has a value that the schema does not accept."""
     for name, check in schema.items():
         if fields.get(name) is not None:
             check(f"{place}{name}", fields[name])
@@ -47,7 +48,7 @@ class Object:
 
     def __call__(self, name: str, value: Any) -> None:
         """Raises ValueError unless it does."""
-        _check_fields(as_object(name, value), self.schema, f"{name}.")
+        check_fields(as_object(name, value), self.schema, f"{name}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +64,6 @@ class Each:
             raise ValueError(f"{name} must be a list, got {shown(value)}")
         for key, each in enumerate(value) if self.listed else as_object(name, value).items():
             self.check(f"{name}.{printable(key)}", each)
-
-
-def check_text(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {shown(value)}")
 
 
 def check_tokens(name: str, value: Any) -> None:

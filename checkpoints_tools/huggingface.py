@@ -1,7 +1,7 @@
 """The weights of a Hugging Face directory, one at a time.
 
 `open_checkpoint` reads only the configuration and the headers, and checks them against each other.
-`Checkpoint.weights` then reads one weight after another, so a model need not fit into memory.
+`LazyCheckpoint.weights` then reads one weight after another, so a model need not fit into memory.
 Layers that are quantized already keep their format (`prequantized`).
 """
 
@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import jax
-
 from checkpoints_tools.huggingface_config import read_config, read_quantization
+from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
 from checkpoints_tools.prequantized import MAIN_PARTS, Layout, LayoutOf, Part
 from checkpoints_tools.tensor_files import FLOATS, Tensor, equal, read_headers
 from pallas_kernels.formats import Quantized
 from specjax.model.config import ModelConfig
 from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
-__all__ = ["Checkpoint", "open_checkpoint", "read_config", "their_name"]
+__all__ = ["open_checkpoint", "read_config", "their_name"]
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HARMLESS = ".rotary_emb.inv_freq"  # a table that old versions saved; it can be computed
@@ -79,27 +78,7 @@ class PackedTensors:
             raise ValueError(f"{self.module} in {file}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A directory whose headers agree with its configuration.
-
-    tensors: by the library's own names (`specjax.model.weight_names`).
-    """
-
-    config: ModelConfig
-    tensors: Mapping[str, Tensor | PackedTensors]
-
-    def weights(self) -> Iterator[tuple[str, jax.Array | Quantized]]:
-        """Name and weight of every tensor: an array in the file's dtype, or a quantized weight.
-
-        Raises ValueError on values that are not finite, and on quantized weights that contradict
-        the configuration.
-        """
-        for name, tensor in self.tensors.items():
-            yield name, tensor.weight()
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> LazyCheckpoint:
     """Reads the configuration and headers of a directory and checks them against each other.
 
     Args:
@@ -135,7 +114,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         _check_tensors(weight, found)
     if config.tie_word_embeddings and HEAD in found:
         _check_tied(found, directory)
-    return Checkpoint(config, {name: _source(w, found) for name, w in expected.items()})
+    return LazyCheckpoint(config, {name: _source(w, found) for name, w in expected.items()})
 
 
 def their_name(name: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.config_schema import CONFIG, GENERATION, read_fields
+from checkpoints_tools.config_schema import CONFIG, GENERATION, check_fields, read_fields
 from checkpoints_tools.prequantized import LayoutOf, read_layouts
 from specjax.checks import shown
 from specjax.model.config import ModelConfig, RopeScaling
@@ -83,6 +83,16 @@ def read_config(path: Path) -> ModelConfig:
     generation = read_fields(file, GENERATION) if file.is_file() else {}
     with _naming(path / "config.json"):
         return _config(fields, generation)
+
+
+def config_from_fields(fields: Fields, source: Path) -> ModelConfig:
+    """The configuration that the fields of a config.json describe, wherever they come from.
+
+    Raises ValueError, which names `source`, if a field is missing or unsupported.
+    """
+    with _naming(source):
+        check_fields(fields, CONFIG)
+        return _config(fields, {})
 
 
 def read_quantization(path: Path) -> LayoutOf | None:

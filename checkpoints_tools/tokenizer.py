@@ -21,7 +21,6 @@ import tokenizers
 from checkpoints_tools.chat.template import ChatTemplate, read_chat_template
 from specjax.checks import printable, shown
 
-
 MOST_IDS = 2**24  # of a vocabulary; the largest that is published has fewer than 2**19
 
 
@@ -60,13 +59,13 @@ class Tokenizer:
         """
         if not isinstance(text, str) or _SURROGATE.search(text):
             raise ValueError(f"text must be text in Unicode, got {shown(text)}")
-        with _one_sentence("the tokenizer cannot read the text"):
+        with one_sentence("the tokenizer cannot read the text"):
             return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray | jax.Array) -> str:
         """The text of `ids`, a list or a one-dimensional integer array."""
         given = np.asarray(ids, np.int64).tolist()
-        with _one_sentence("the tokenizer cannot write the tokens"):
+        with one_sentence("the tokenizer cannot write the tokens"):
             return self._backend.decode(given)
 
     def chat(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
@@ -128,7 +127,7 @@ class Tokenizer:
         """
         decoder = self._backend.decoder
         kind = "" if decoder is None else decoder.__getstate__().decode()
-        if "ByteLevel" not in kind and _SPACE not in kind:
+        if "ByteLevel" not in kind and SPACE not in kind:
             raise ValueError(
                 f"the tokenizer writes its tokens in an unknown way: decoder {shown(kind)}"
             )
@@ -146,7 +145,7 @@ class Tokenizer:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character of UTF-16, not of UTF-8
-_SPACE = "▁"  # how SentencePiece writes a space
+SPACE = "▁"  # how SentencePiece writes a space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # how it writes a byte of an unknown character
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 # GPT-2 writes these bytes as characters of Latin-1, and the others as characters from U+0100 on.
@@ -162,7 +161,7 @@ def _byte_level(token: str) -> bytes | None:
 
 def _sentencepiece(token: str) -> bytes:
     byte = _BYTE.fullmatch(token)
-    return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
+    return bytes.fromhex(byte[1]) if byte else token.replace(SPACE, " ").encode()
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -183,7 +182,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         file = path / "tokenizer.model"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has neither tokenizer.json nor tokenizer.model")
-    with _one_sentence(f"{file} cannot be read"):
+    with one_sentence(f"{file} cannot be read"):
         if file.suffix == ".json":
             backend = tokenizers.Tokenizer.from_file(str(file))
         else:
@@ -192,7 +191,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def _one_sentence(failure: str) -> Iterator[None]:
+def one_sentence(failure: str) -> Iterator[None]:
     """Turns whatever the libraries raise into a ValueError: bare exceptions, and panics in Rust."""
     try:
         yield

@@ -82,16 +82,21 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
         source, text = config_file, default
     else:
         return None
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(
-            f"{source}: the chat template has {len(text)} characters; "
-            f"accepted: up to {MOST_CHARACTERS}"
-        )
+    check_length(text, source)
     named = dict(config)
     old = path / "special_tokens_map.json"  # the only place in which old checkpoints name them
     if old.is_file() and "added_tokens_decoder" not in config:
         named |= read_object(old)
     return ChatTemplate(text, _special_tokens(named), str(source))
+
+
+def check_length(text: str, source: Path) -> None:
+    """Raises ValueError if a template is too long to be one."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{source}: the chat template has {len(text)} characters; "
+            f"accepted: up to {MOST_CHARACTERS}"
+        )
 
 
 def _default(value: Any, file: Path) -> str | None:
