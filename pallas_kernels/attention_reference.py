@@ -119,11 +119,15 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_maximum[:, :, None]), 0)
         keep = jnp.exp(maximum - new_maximum)
+        # 0 · NaN is NaN: values that are not finite must reach only the queries that see them.
+        finite = jnp.all(jnp.isfinite(v), axis=-1)
+        spoilt = jnp.any(seen & ~finite.T[:, None], axis=-1, keepdims=True)
+        v = jnp.where(finite[:, :, None], v, 0)
         mixed = lax.dot_general(weights, v, (((2,), (0,)), ((0,), (1,))), precision="highest")
         return (
             new_maximum,
             total * keep + jnp.sum(weights, axis=-1),
-            acc * keep[:, :, None] + mixed,
+            acc * keep[:, :, None] + jnp.where(spoilt, jnp.nan, mixed),
         )
 
     def block(i: jax.Array, carry: State) -> State:

@@ -31,6 +31,7 @@ from specjax.generation.batch_rows import (
     read_chunk,
     run_rounds,
 )
+from specjax.generation.decoding import failure
 from specjax.generation.prompts import normalize_prompt
 from specjax.generation.request import Options, Request, row_keys
 from specjax.model.parallel import check_rows, readable, whole_rows
@@ -49,10 +50,11 @@ StopWhen = Callable[[int, list[int]], bool]
 class Completion:
     """The result of one prompt.
 
-    tokens: int32[n], the prompt included; the prompt alone where there was an error.
+    tokens: int32[n], the prompt included; int32[0] where the prompt was refused.
     stats: counts, int32[] each.
     levels: counts of the levels that drafted; see `DecodeResult`.
-    error: why the prompt could not be decoded, or None.
+    error: why the prompt was refused, or why its output ended early: the model's next logits were
+        NaN or infinite. None: neither.
     """
 
     tokens: np.ndarray
@@ -156,8 +158,8 @@ def complete(
     yield from refused.items()
     if accepted:
         width = max(len(tokens) for tokens in accepted.values())
-        job = Job(params, request.for_width(params, width), -(-width // CHUNK) * CHUNK)
         rows = min(rows, whole_rows(params.mesh, len(accepted)))
+        job = Job(params, request.for_width(params, width), -(-width // CHUNK) * CHUNK)
         yield from _serve(job, accepted, keys, rows, len(refused), stop_when, progress)
 
 
@@ -244,14 +246,15 @@ def _ends(
 def _completion(job: Job, state: DecodeState, row: int, end: int | None) -> Completion:
     """Returns what a row holds, or its first `end` tokens."""
     levels = job.request.drafter.levels(state.draft)
-    tokens, length, stats, levels = jax.tree.map(
+    tokens, length, stats, failed, levels = jax.tree.map(
         lambda leaf: np.asarray(leaf[row]),
-        readable((state.tokens, state.lengths, state.stats, levels), job.params.mesh),
+        readable((state.tokens, state.lengths, state.stats, state.failed, levels), job.params.mesh),
     )
     if end is not None:
         stats = dataclasses.replace(stats, generated=stats.generated - (length - end))
-        length = end
-    return Completion(tokens[:length], stats, levels)
+        return Completion(tokens[:end], stats, levels)
+    error = failure(int(stats.generated)) if failed else None
+    return Completion(tokens[:length], stats, levels, error)
 
 
 def _add(totals: Progress, completion: Completion) -> Progress:

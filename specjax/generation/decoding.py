@@ -34,13 +34,24 @@ class DecodeResult:
     tokens: int32[B, T + max_new_tokens], the prompt included, padded with config.pad_id.
     lengths: int32[B], valid tokens per row, the prompt included.
     stats: counts per row.
+    failed: bool[B], rows that ended early because the model's next logits were NaN or infinite, as
+        damaged or too large weights make them.
     levels: counts of the levels that drafted, the one below the target first; see `MultiLevel`.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     stats: Stats
+    failed: jax.Array
     levels: tuple[Stats, ...] = ()
+
+
+def failure(generated: int) -> str:
+    """Says why a row of that many new tokens failed."""
+    return (
+        f"the model gave NaN or infinite logits after {generated} new tokens: "
+        "its weights or scales are damaged or too large"
+    )
 
 
 class Rows(NamedTuple):
@@ -172,7 +183,9 @@ def _decode_rows(params: Params, request: Request, rows: Rows) -> DecodeResult:
         lambda state: step(params, state, drafter, request.activation)[0],
         _start_rows(params, request, rows),
     )
-    return DecodeResult(state.tokens, state.lengths, state.stats, drafter.levels(state.draft))
+    return DecodeResult(
+        state.tokens, state.lengths, state.stats, state.failed, drafter.levels(state.draft)
+    )
 
 
 def _start_rows(params: Params, request: Request, rows: Rows) -> DecodeState:
@@ -205,6 +218,7 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
         lengths=lengths,
         limits=lengths + request.max_new_tokens,
         finished=jnp.zeros(count, bool),
+        failed=jnp.zeros(count, bool),
         cache=cache.with_lengths(lengths - 1),
         keys=keys,
         draft=None,

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from specjax.generation.decoding import decode_request, start_request
+from specjax.generation.decoding import decode_request, failure, start_request
 from specjax.generation.prompts import Prompt, check_ids
 from specjax.generation.request import Request
 from specjax.model.params import Params
@@ -59,7 +59,7 @@ def generate(
       The continuation, without the given text and without the stop token.
 
     Raises:
-      ValueError: as `specjax.decode` does.
+      ValueError: as `specjax.decode` does, or the model's logits are NaN or infinite.
     """
     prompt = tokenizer.encode(text)
     request = Request.make(
@@ -69,6 +69,8 @@ def generate(
     result = decode_request(
         params, request, *_bucketed(params, prompt, request.max_new_tokens), key
     )
+    if result.failed[0]:
+        raise ValueError(failure(int(result.stats.generated[0])))
     output = np.asarray(result.tokens)[0, len(prompt) : np.asarray(result.lengths)[0]].tolist()
     return output_text(tokenizer, prompt, output, request.stop_tokens)
 
@@ -136,7 +138,7 @@ def stream(
       The rounds.
 
     Raises:
-      ValueError: as `specjax.decode` does.
+      ValueError: as `specjax.decode` does; in a round, the model's logits are NaN or infinite.
     """
     request = Request.make(
         params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
@@ -162,6 +164,8 @@ def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Ro
             rejected=rejected.tolist(),
             given=emitted[kept:count].tolist(),
         )
+    if state.failed[0]:
+        raise ValueError(failure(int(state.stats.generated[0])))
 
 
 def _bucketed(

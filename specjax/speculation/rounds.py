@@ -51,7 +51,7 @@ def _step(
     """Runs `step` on the rows of one device."""
     proposal, state = drafter.propose(params, state)
     verified, cache = verify(params, state, proposal, activation, layers)
-    count, stopped = _count(state, verified)
+    count, stopped, failed = _count(state, verified)
     verified = dataclasses.replace(verified, count=count)
     lengths = state.lengths + count
     slots = state.lengths[:, None] + jnp.arange(verified.emitted.shape[1])
@@ -61,7 +61,8 @@ def _step(
         state,
         tokens=state.tokens.at[rows, slots].set(verified.emitted, mode="drop"),
         lengths=lengths,
-        finished=state.finished | stopped | (lengths >= state.limits),
+        finished=state.finished | stopped | failed | (lengths >= state.limits),
+        failed=state.failed | failed,
         cache=_line_up(cache, state, verified).with_lengths(lengths - 1),
         draft=drafter.observe(state.draft, verified),
         stats=_count_round(state, verified),
@@ -87,16 +88,23 @@ def _line_up(cache: KVCache, state: DecodeState, verified: Verified) -> KVCache:
     return moved
 
 
-def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens that each row gains, int32[B], and whether one is a stop token,
-    bool[B]."""
+def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the tokens that each row gains, int32[B], whether the last of them is a stop token,
+    and whether the next would have come from NaN or infinite logits, bool[B] each.
+
+    Such logits of a level that only drafts end nothing: the target judges the drafts.
+    """
     index = jnp.arange(verified.emitted.shape[1])
     count = jnp.minimum(verified.accepted + 1, state.limits - state.lengths)
     stops = jnp.isin(verified.emitted, jnp.array(state.stop_tokens, jnp.int32))
     stops &= index < count[:, None]
     stopped = jnp.any(stops, axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count)
-    return jnp.where(state.finished, 0, count), stopped & ~state.finished
+    wrong = ~verified.finite & (index < count[:, None]) & (state.depth == 0)
+    failed = jnp.any(wrong, axis=1)
+    count = jnp.where(failed, jnp.argmax(wrong, axis=1), count)
+    running = ~state.finished
+    return jnp.where(running, count, 0), stopped & ~failed & running, failed & running
 
 
 def _count_round(state: DecodeState, verified: Verified) -> Stats:

@@ -67,6 +67,7 @@ class DecodeState:
     lengths: int32[B], valid tokens.
     limits: int32[B], lengths at which rows end.
     finished: bool[B]; such a row changes no more.
+    failed: bool[B]; such a row finished because the target's next logits were NaN or infinite.
     cache: the target's KV cache.
     keys: one random key per row, [B], or None when decoding greedily.
     draft: the drafter's own state.
@@ -81,6 +82,7 @@ class DecodeState:
     lengths: jax.Array
     limits: jax.Array
     finished: jax.Array
+    failed: jax.Array
     cache: KVCache
     keys: jax.Array | None
     draft: Any
@@ -143,6 +145,8 @@ class Verified:
         0 in finished rows.
     logits: f32[B, N + 1, V], the target's after the last token and after every proposal.
     choices: int32[B, N + 1], the most probable token at each place, also when sampling.
+    finite: bool[B, N + 1], whether the logits behind each emitted token are: none of them is NaN or
+        +inf, and not all are -inf.
     nodes: int32[B, N], the accepted proposals' numbers; the first `accepted` are valid; None: a
     chain.
     distributions: f32[B, N + 1, V], the target's distribution of every emitted token; None when
@@ -157,5 +161,6 @@ class Verified:
     count: jax.Array
     logits: jax.Array
     choices: jax.Array
+    finite: jax.Array
     nodes: jax.Array | None
     distributions: jax.Array | None

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.row_sums import row_max
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.model.transformer import forward
@@ -61,7 +62,7 @@ def _judge_chain(
     return Verified(
         proposed=tokens, drafted=counts, accepted=accepted, nodes=None,
         tested=jnp.minimum(accepted + 1, counts), emitted=emitted, count=accepted,
-        logits=logits, choices=choices, distributions=distributions,
+        logits=logits, choices=choices, finite=_finite(logits), distributions=distributions,
     )  # fmt: skip
 
 
@@ -91,8 +92,16 @@ def _judge_tree(
         proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32), accepted=accepted,
         nodes=nodes, tested=accepted + jnp.any(meant & (parents == last), axis=1),
         emitted=emitted, count=accepted, logits=logits, choices=choices,
-        distributions=distributions,
+        finite=_along(_finite(logits), nodes), distributions=distributions,
     )  # fmt: skip
+
+
+def _finite(logits: jax.Array) -> jax.Array:
+    """Tells where a token can be chosen. f32[B, N + 1, V] -> bool[B, N + 1].
+
+    NaN outlasts `row_max`, but not every library's maximum.
+    """
+    return jnp.isfinite(row_max(logits)[..., 0])
 
 
 def _distributions(state: DecodeState, proposal: Proposal, logits: jax.Array) -> jax.Array | None:
