@@ -12,13 +12,16 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax.checks import Whole, printable, shown
 from specjax.files.atomic_directory import replacing
+from specjax.files.json_objects import read_object
 
 VERSION = 1
 ORDERED = 16  # tokens; a power of two
@@ -72,16 +75,21 @@ class Datastore:
     def load(cls, source: str | Path) -> Datastore:
         """Reads what `save` wrote. Raises ValueError where that is something else."""
         folder = Path(source)
-        if not (folder / _MANIFEST).exists():
+        if not (folder / _MANIFEST).is_file():
             raise ValueError(f"{source} is not a datastore: it has no {_MANIFEST}")
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(folder / _MANIFEST)
         if (manifest.get("version"), manifest.get("ordered")) != (VERSION, ORDERED):
             raise ValueError(
-                f"{source} is a datastore of version {manifest.get('version')}; this specjax reads "
-                f"version {VERSION}: build it anew"
+                f"{source} is a datastore of version {shown(manifest.get('version'))}; this "
+                f"specjax reads version {VERSION}: build it anew"
             )
-        tokens, suffixes = (np.load(folder / f"{name}.npy") for name in ("tokens", "suffixes"))
-        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), manifest["vocab_size"])
+        vocab_size: Any = manifest.get("vocab_size")
+        Whole(1, 2**31 - 1)(f"{folder / _MANIFEST}: vocab_size", vocab_size)
+        tokens = _read_array(folder / "tokens.npy", vocab_size)
+        if len(tokens) <= ORDERED or (tokens[-ORDERED:] != vocab_size).any():
+            raise ValueError(f"{folder / 'tokens.npy'} does not end as a datastore's tokens do")
+        suffixes = _read_array(folder / "suffixes.npy", len(tokens) - ORDERED - 1)
+        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), vocab_size)
 
     def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Where runs of tokens occur.
@@ -123,6 +131,22 @@ class Datastore:
             0, size.bit_length(), halve, (none, none + size)
         )
         return bounds[0]
+
+
+def _read_array(file: Path, most: int) -> np.ndarray:
+    """The integers in a file. Raises ValueError unless they are int32[any] from 0 to `most`."""
+    if not file.is_file():
+        raise ValueError(f"{file.parent} is not a datastore: it has no {file.name}")
+    try:  # as a map, because a header may claim more than the file has and memory can hold
+        array = np.array(np.lib.format.open_memmap(file, mode="r"))
+    except Exception as error:  # a damaged header leads to many kinds
+        raise ValueError(f"{file} is truncated or damaged: {printable(error)}") from error
+    if array.dtype != np.int32 or array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{file} must hold int32[any], got {array.dtype}{list(array.shape)}")
+    outside = array[(array < 0) | (array > most)]
+    if outside.size:
+        raise ValueError(f"{file} must hold numbers from 0 to {most}, got {outside[0]}")
+    return array
 
 
 def _precedes(

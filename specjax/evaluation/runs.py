@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from specjax.checks import Check, Whole, check_flag, check_text, printable, shown
+from specjax.files.json_objects import parse
+
 Record = dict[str, Any]
 _HEAD = "specjax_results"
 
@@ -51,6 +54,18 @@ class Results:
         """Keeps the record of an item; it holds a `task` and an `id`."""
         self.records[record["task"], record["id"]] = record
         self._write(record)
+
+    def get(self, task: str, item: str, measured: Iterable[str]) -> Record:
+        """The record of an item. Raises ValueError if it has neither an error nor all fields of
+        `measured`."""
+        record = self.records[task, item]
+        for name in measured if record.get("error") is None else ():
+            if record.get(name) is None:
+                raise ValueError(
+                    f"{self._path} has no {name} in the result of {printable(item)}: "
+                    "give another file"
+                )
+        return record
 
     def finish(self, order: Iterable[tuple[str, str]]) -> None:
         """Rewrites the file with the records of a finished run in this order."""
@@ -97,8 +112,9 @@ class Results:
         if other:
             name = other[0]
             raise ValueError(
-                f"{path} holds results of another run, with {name} {json.dumps(head.get(name))}; "
-                f"this one has {json.dumps(self._head.get(name))}: give another file, or remove it"
+                f"{path} holds results of another run, with {printable(name)} "
+                f"{printable(json.dumps(head.get(name)))}; this one has "
+                f"{printable(json.dumps(self._head.get(name)))}: give another file, or remove it"
             )
 
     def _write(self, record: Record) -> None:
@@ -121,16 +137,48 @@ def _locked(path: Path) -> int:
 
 def _parsed(path: Path, number: int, line: bytes) -> Record:
     """The first line, or the record of an item."""
+    place = f"line {number} of {path}"
     try:
-        record = json.loads(line)
+        record = parse(line, place)
     except ValueError:
         record = None
     needed = (_HEAD,) if number == 1 else ("task", "id")
     if not isinstance(record, dict) or not all(name in record for name in needed):
-        raise ValueError(
-            f"line {number} of {path} is not a result of specjax evaluate: give another file"
-        )
+        raise ValueError(f"{place} is not a result of specjax evaluate: give another file")
+    for name in {*_FIELDS} & {*record} if number > 1 else ():
+        _FIELDS[name](f"{name} in {place}", record[name])
     return record
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a number of any size that fits into 64 bits."""
+    if not isinstance(value, float):
+        Whole(-(2**62), 2**62)(name, value)
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a list of numbers."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {shown(value)}")
+    for each in value:
+        _check_number(name, each)
+
+
+def _check_verdict(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a verdict, None for an answer that nobody judges."""
+    if value is not None:
+        check_flag(name, value)
+
+
+_COUNT = Whole(0, 2**62)
+_FIELDS: dict[str, Check] = {  # of a record, and what they accept
+    **dict.fromkeys(("task", "id", "text", "error", "note"), check_text),
+    **dict.fromkeys(("rounds", "drafted", "tested", "accepted", "generated"), _COUNT),
+    "scored": Whole(1, 2**62),
+    "nats": _check_number,
+    **dict.fromkeys(("log_likelihoods", "tokens"), _check_numbers),
+    **dict.fromkeys(("correct", "correct per character"), _check_verdict),
+}
 
 
 def _line(record: Record) -> bytes:

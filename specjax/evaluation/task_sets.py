@@ -182,7 +182,7 @@ def _evaluate(
             state = _advanced(state, record, time.perf_counter() - begun)
             if progress is not None:
                 progress(state)
-        known = [results.records[task.name, entry.id] for entry in entries]
+        known = [results.get(task.name, entry.id, task.measured) for entry in entries]
         records += known
         entries = task.later(setup, entries, known)
     answered = [record for record in records if "error" not in record]

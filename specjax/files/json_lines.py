@@ -20,12 +20,15 @@ class Line(NamedTuple):
     number: int
     fields: dict[str, Any]
 
-    def text(self, *names: str) -> str:
-        """The first of these fields that holds text. Raises ValueError if none does."""
+    def text(self, *names: str, default: str | None = None) -> str:
+        """The first of these fields that holds text, or `default` if there is none of them. Raises
+        ValueError if none holds text."""
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, str):
                 return value
+        if default is not None and all(self.fields.get(name) is None for name in names):
+            return default
         what = names[0] if len(names) == 1 else f"any of {', '.join(names)}"
         raise ValueError(f"line {self.number} of {self.path} has no text in {what}")
 
@@ -36,6 +39,15 @@ class Line(NamedTuple):
             raise ValueError(
                 f"line {self.number} of {self.path} has no {kind.__name__} in {name}, "
                 f"got {shown(value)}"
+            )
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """The texts that the field of this name lists. Raises ValueError unless it lists texts."""
+        value = self.get(name, list)
+        if not all(isinstance(each, str) for each in value):
+            raise ValueError(
+                f"line {self.number} of {self.path} must have texts in {name}, got {shown(value)}"
             )
         return value
 

@@ -108,6 +108,41 @@ def test_bad_datastores_get_one_sentence(tmp_path) -> None:
         Datastore.load(tmp_path / "old")
 
 
+def _claiming(size: int, shape: str) -> bytes:
+    """An .npy file whose header claims more than there is."""
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".ljust(size - 11)
+    return b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little") + f"{header}\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("datastore.json", b"[" * 100_000, "is nested too deeply"),
+        ("datastore.json", b"[]", "must hold a JSON object, got list"),
+        ("datastore.json", b'{"version": 1, "ordered": 16}', "vocab_size must be an integer"),
+        ("tokens.npy", b"", "tokens.npy is truncated or damaged"),
+        ("tokens.npy", _claiming(128, "(1000000000000,)"), "tokens.npy is truncated or damaged"),
+        ("tokens.npy", np.full(17, 5, np.int32), "tokens.npy must hold numbers from 0 to 4, got 5"),
+        ("tokens.npy", np.full(17, 2, np.int32), "tokens.npy does not end as a datastore's"),
+        ("tokens.npy", np.full(17, 4.0), r"must hold int32\[any\], got float64\[17\]"),
+        ("suffixes.npy", np.array([0, 99], np.int32), "must hold numbers from 0 to 2, got 99"),
+        ("suffixes.npy", np.array([0, -1], np.int32), "must hold numbers from 0 to 2, got -1"),
+        ("suffixes.npy", np.zeros((1, 1), np.int32), r"got int32\[1, 1\]"),
+        ("suffixes.npy", None, "it has no suffixes.npy"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, name, damage, message) -> None:
+    Datastore.create([np.array([1, 2])], 4).save(tmp_path / "store")
+    file = tmp_path / "store" / name
+    file.unlink()
+    if isinstance(damage, bytes):
+        file.write_bytes(damage)
+    elif damage is not None:
+        np.save(file, damage)
+    with pytest.raises(ValueError, match=message):
+        Datastore.load(tmp_path / "store")
+
+
 @pytest.fixture
 def corpus(tmp_path):
     """Two kinds of paragraphs: what the model writes itself, and noise."""

@@ -227,6 +227,16 @@ def test_files_that_are_refused(folder) -> None:
             _evaluate(folder, **{"tasks": ["piqa"], "out": out, **change})
     with pytest.raises(ValueError, match="with model"):
         evaluate(quantized_model(seed=1), Characters(), ["piqa"], folder, out=out, **OPTIONS)
+    for old, new, message in (
+        (b'"correct": ', b'"other": ', "has no correct in the result of 1: give another file"),
+        (b'"correct": ', b'"correct": 1, "a": ', "correct in line 2 of .* must be true or false"),
+        (b'"id": "1"', b'"id": ["1"]', r"id in line 2 of .* must be a text, got \['1'\]"),
+        (b'"log_likelihoods": [', b'"log_likelihoods": ["",', "must be an integer from"),
+    ):
+        out.write_bytes(before.replace(old, new))
+        with pytest.raises(ValueError, match=message):
+            _evaluate(folder, ["piqa"], out=out)
+    out.write_bytes(before)
     path = folder / "prompts" / "piqa.jsonl"
     path.write_text(path.read_text().replace("spoon", "ladle"))
     with pytest.raises(ValueError, match="with data"):

@@ -215,6 +215,11 @@ def test_a_program_may_have_the_name_of_a_function_of_pythons(tmp_path, walls) -
         ("piqa", '{"goal": "", "sol1": "", "sol2": "", "label": 2}', "label=2, and 2 options"),
         ("winogrande", '{"context_options": "", "continuation": ""}', "no list in context_options"),
         ("mt_bench", '{"turns": []}', "must have texts in turns"),
+        ("mt_bench", '{"turns": [5]}', r"line 2 .* must have texts in turns, got \[5\]"),
+        ("mt_bench", '{"turns": ["a"], "question_id": []}', "line 2 .* has no text in question_id"),
+        ("math", '{"problem": "?", "answer": "1", "unique_id": {}}', "no text in unique_id"),
+        ("mbpp", '{"task_id": 13, "text": "", "test_list": [1]}', "must have texts in test_list"),
+        ("mbpp", '{"task_id": 13, "text": "", "code": 1, "test_list": []}', "no text in code"),
     ],
 )
 def test_what_is_wrong_with_a_file(task, line, message, tmp_path) -> None:

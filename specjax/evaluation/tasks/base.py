@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from pallas_kernels.activations import Activation
+from specjax.checks import shown
 from specjax.evaluation.runs import Record
 from specjax.files.json_lines import Line, read_lines
 from specjax.generation.text import Tokenizer
@@ -69,12 +70,17 @@ class Task(abc.ABC, Generic[Entry]):
     title: the task in a few words.
     file: the file of items, within the folder of data.
     drafts: whether a drafter takes part.
+    measured: the fields of a record without an error that `metrics` reads.
     """
 
     name: str
     title: str
     file: str
     drafts: bool = False
+
+    @property
+    @abc.abstractmethod
+    def measured(self) -> tuple[str, ...]: ...
 
     @abc.abstractmethod
     def entries(self, setup: Setup, data: Path, shots: int | None) -> list[Entry]:
@@ -135,7 +141,7 @@ def read_items(path: Path, read: Callable[[Line], Item | None]) -> list[Item]:
             continue
         if item.id in seen:
             raise ValueError(
-                f"line {line.number} of {path} has the id {item.id!r} of line {seen[item.id]}"
+                f"line {line.number} of {path} has the id {shown(item.id)} of line {seen[item.id]}"
             )
         seen[item.id] = line.number
         items.append(item)

@@ -11,10 +11,10 @@ from specjax.files.json_lines import Line
 
 
 def _conversation(line: Line) -> Question:
-    turns = line.get("turns", list)
-    if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+    turns, number = line.texts("turns"), line.fields.get("question_id", line.number)
+    if not turns or not all(turns):
         raise ValueError(f"line {line.number} of {line.path} must have texts in turns")
-    identity = str(line.fields.get("question_id", line.number))
+    identity = str(number) if isinstance(number, int) else line.text("question_id")
     return Question(identity, turns[0], later=tuple(turns[1:]))
 
 

@@ -16,7 +16,7 @@ def _winogrande(line: Line) -> Choice:
     """The options' contexts differ; the continuation is the same (partial scoring, Trinh and Le
     2018)."""
     end = " " + line.text("continuation")
-    options = tuple((str(context), end) for context in line.get("context_options", list))
+    options = tuple((context, end) for context in line.texts("context_options"))
     return _choice(line, options, "gold")
 
 

@@ -89,7 +89,7 @@ def _number(plain: str) -> Fraction | None:
 
 
 def _question(line: Line) -> Question:
-    identity = line.fields.get("unique_id", str(line.number))
+    identity = line.text("unique_id", default=str(line.number))
     return Question(identity, _layout(line.text("problem")), line.text("answer"))
 
 

@@ -14,6 +14,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+from specjax.checks import printable
 from specjax.evaluation import sandbox
 from specjax.evaluation.sandbox import Program
 from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask, some_examples
@@ -34,12 +35,12 @@ def _judge(question: Question, answer: str, *, unsafe: bool = False) -> Verdict:
 def _function(line: Line) -> Question:
     prompt, name = line.text("prompt"), line.text("entry_point")
     tests = f"{line.text('test')}\ncheck({name})\n"
-    given = prompt + line.fields.get("canonical_solution", "    pass\n")
+    given = prompt + line.text("canonical_solution", default="    pass\n")
     return Question(line.text("task_id"), prompt, Program(prompt, tests, (name,), given))
 
 
 def _described(line: Line) -> str:
-    tests = "".join(f"# {test}\n" for test in line.get("test_list", list))
+    tests = "".join(f"# {test}\n" for test in line.texts("test_list"))
     return f"# Task: {line.text('text')}\n# Tests:\n{tests}"
 
 
@@ -47,12 +48,13 @@ def _task(line: Line) -> Question | None:
     number = line.get("task_id", int)
     if number < 11:
         return None
-    tests = "\n".join([line.fields.get("test_setup_code", ""), *line.get("test_list", list)])
+    tests = "\n".join([line.text("test_setup_code", default=""), *line.texts("test_list")])
     try:
-        names = _names(line.fields.get("code", ""), tests)
-    except SyntaxError as error:
+        names = _names(line.text("code", default=""), tests)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deeply nested code
         raise ValueError(
-            f"line {line.number} of {line.path} holds tests or code that are not Python: {error}"
+            f"line {line.number} of {line.path} holds tests or code that are not Python: "
+            f"{printable(error)}"
         ) from None
     return Question(str(number), _described(line), Program("", tests, names))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -101,6 +100,10 @@ class ChoiceTask(ScoredTask):
             "log_likelihoods": found,
         }
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return "correct", "correct per character"
+
     def metrics(self, records: Sequence[Record]) -> dict[str, float]:
         return {
             "accuracy": mean(records, "correct"),
@@ -134,9 +137,14 @@ class TextTask(ScoredTask):
     def record(self, entry: Pairs, found: list[float]) -> Record:
         return {"id": entry.id, "nats": -found[0], "scored": len(entry.pairs[0][1])}
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return "nats", "scored"
+
     def metrics(self, records: Sequence[Record]) -> dict[str, float]:
         nats, count = (sum(record[name] for record in records) for name in ("nats", "scored"))
-        return {"perplexity": math.exp(nats / count)}
+        with np.errstate(over="ignore"):
+            return {"perplexity": float(np.exp(nats / count))}
 
 
 def _split(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:

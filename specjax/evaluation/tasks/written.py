@@ -160,6 +160,10 @@ class WrittenTask(Task[Prompt]):
         for index, completion in finished:
             yield self._record(setup, entries[index], completion)
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return () if self.metric is None else ("correct",)
+
     def metrics(self, records: Sequence[Record]) -> dict[str, float]:
         return {} if self.metric is None else {self.metric: mean(records, "correct")}
 

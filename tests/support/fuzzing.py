@@ -1,0 +1,70 @@
+"""Runs a reader on damaged and hostile files: nothing but ValueError and OSError comes out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
+
+CASES = int(os.environ.get("SPECJAX_FUZZ_CASES", "0"))  # of every reader; 0: as the time allows
+_BATCH = 100
+_LONGEST = 20  # seconds that one case may take on a busy machine
+
+
+class HangError(BaseException):
+    """A case takes too long. A reader that catches Exception must not catch it."""
+
+
+def fuzz_a_little(read: Callable[[Any], object], cases: st.SearchStrategy[Any], count: int) -> None:
+    """The same cases at every run."""
+    _fuzz(read, cases, count, derandomize=True)
+
+
+def fuzz(read: Callable[[Any], object], cases: st.SearchStrategy[Any], seconds: float) -> int:
+    """New cases at every run: CASES of them, or as many as `seconds` allow.
+
+    Returns the number of cases.
+    """
+    begun, count = time.monotonic(), 0
+    while count < CASES or (not CASES and time.monotonic() - begun < seconds):
+        size = min(_BATCH, CASES - count) if CASES else _BATCH
+        _fuzz(read, cases, size, derandomize=False)
+        count += size
+    return count
+
+
+def _fuzz(
+    read: Callable[[Any], object], cases: st.SearchStrategy[Any], count: int, derandomize: bool
+) -> None:
+    @hypothesis.settings(
+        max_examples=count, derandomize=derandomize, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(cases)
+    def check(case: Any) -> None:
+        _check(read, case)
+
+    check()
+
+
+def _check(read: Callable[[Any], object], case: Any) -> None:
+    previous = signal.signal(signal.SIGALRM, _raise_hang)
+    signal.alarm(_LONGEST)
+    try:
+        read(case)
+    except (ValueError, OSError) as error:
+        message = str(error)
+        assert message.isprintable(), f"a character of control in {message!r}"
+        assert len(message) < 2000, f"a message of {len(message)} characters: {message[:200]!r}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _raise_hang(*_: object) -> None:
+    raise HangError(f"a case takes more than {_LONGEST} seconds")
