@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -43,6 +43,7 @@ from specjax.files.json_objects import as_object, read_object
 from specjax.model.config import SIZE, ModelConfig
 from specjax.model.parallel import check_model, weight_spec
 from specjax.model.params import Params, check_is_params
+from specjax.model.room import check_weights
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
 
 FORMAT_VERSION = 1
@@ -95,8 +96,7 @@ def save(
         raise ValueError(
             "params are divided over several processes; save a model that one process holds whole"
         )
-    with one_sentence_if_full(target), replacing(target) as directory:
-        check_room(directory, target, params.nbytes)
+    with replacing(target, params.nbytes) as directory:
         arrays, formats = take_apart(named_weights(params))
         with _checkpointer() as checkpointer:
             pieces = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
@@ -138,16 +138,28 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
     config, formats = read_description(directory)
     if mesh is not None:
         check_model(config, mesh)
-    try:
-        arrays = _restore_arrays(directory / "weights", mesh)
+    with _one_sentence(path):
+        wanted = _describe_arrays(directory / "weights", mesh)
+    if mesh is None:
+        needed = sum(math.prod(each.shape) * each.dtype.itemsize for each in wanted.values())
+        check_weights(path, config, needed, layer_by_layer=False)
+    with _one_sentence(path):
+        arrays = _restore_arrays(directory / "weights", wanted)
         weights = {
             name: _checked(put_together(name, formats.get(name), arrays), name, shape)
             for name, shape in weight_shapes(config).items()
         }
+    return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
+
+
+@contextlib.contextmanager
+def _one_sentence(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns all that goes wrong with a checkpoint's weights into a ValueError."""
+    try:
+        yield
     except Exception as error:  # Orbax raises Exception itself where a file is damaged
         reason = str(error).partition("\n")[0].partition(". ")[0]  # its first sentence
         raise ValueError(f"the weights of {path} cannot be read: {printable(reason)}") from error
-    return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -259,8 +271,8 @@ def _fields(format_class: type[Any], *, static: bool) -> list[str]:
     ]
 
 
-def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
-    """Every array under `path`, on the default device or a mesh, not on the writer's devices."""
+def _describe_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every array under `path`, for the default device or a mesh, not for the writer's devices."""
     here = jnp.zeros(()).sharding
 
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
@@ -270,12 +282,16 @@ def _restore_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.Array]:
         found = checkpointer.metadata(path).item_metadata
         if found is None:
             raise ValueError(f"{path.name} is missing or incomplete")
-        wanted = {
+        return {
             name: jax.ShapeDtypeStruct(
                 array.shape, array.dtype, sharding=sharding(name, array.shape)
             )
             for name, array in found.tree.items()
         }
+
+
+def _restore_arrays(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    with _checkpointer() as checkpointer:
         restored: dict[str, jax.Array] = checkpointer.restore(
             path, args=ocp.args.StandardRestore(wanted)
         )
@@ -287,31 +303,3 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def check_room(directory: Path, target: Path, nbytes: int) -> None:
-    """Raises OSError if `directory` has no room for the bytes of `target`.
-
-    The check comes before writing, because Orbax's threads report a full disk with pages of stderr.
-    """
-    free = shutil.disk_usage(directory).free
-    if free < nbytes:
-        needed = f"up to {nbytes / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free"
-        raise _disk_full(target, f"; {needed}")
-
-
-@contextlib.contextmanager
-def one_sentence_if_full(target: Path) -> Iterator[None]:
-    """Turns every report of a full disk into one OSError with ENOSPC."""
-    try:
-        yield
-    except Exception as error:
-        if os.strerror(errno.ENOSPC) not in str(error):
-            raise
-        raise _disk_full(target) from error
-
-
-def _disk_full(target: Path, details: str = "") -> OSError:
-    error = OSError(f"the disk is full: {target} was not written and is as it was before{details}")
-    error.errno = errno.ENOSPC  # set here: the constructor would put it into the message
-    return error

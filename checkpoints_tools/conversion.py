@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.huggingface import Checkpoint, open_checkpoint
-from checkpoints_tools.loading import collect, locate, read
+from checkpoints_tools.huggingface import open_checkpoint
+from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
+from checkpoints_tools.loading import check_fits, collect, locate, read
 from checkpoints_tools.quantization import check_calibration
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantization.recipe import Recipe
@@ -26,6 +27,8 @@ from checkpoints_tools.quantization.resumable import ResumableRun, run_key
 from pallas_kernels.formats import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params
+from specjax.model.room import check_weights
+from specjax.model.sizes import weight_bytes
 from specjax.model.weight_names import named_weights
 
 
@@ -118,13 +121,15 @@ def _quantize(
 ) -> None:
     config, weights = _open(path, dtype)
     tokens = check_calibration(recipe, calibration, config)
+    made = quantized_config(config, recipe, lm_head)
+    nbytes = weight_bytes(made, recipe.weights, group_size=recipe.group_size, lm_head=lm_head)
+    check_weights(f"{path} quantized by {recipe.method}", made, nbytes)
     key = run_key(path, config, recipe, lm_head, tokens)
-    with ResumableRun(out, key, config, recipe, tokens, progress) as run:
+    with ResumableRun(out, key, config, recipe, tokens, progress, nbytes) as run:
         quantized = quantize_layers(
             weights, config, recipe, lm_head=lm_head, tokens=tokens, watcher=run
         )
-        params = collect(quantized, quantized_config(config, recipe, lm_head))
-        checkpoint.save(params, out, tokenizer_dir=path)
+        checkpoint.save(collect(quantized, made), out, tokenizer_dir=path)
 
 
 def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[str, Weight]]]:
@@ -142,10 +147,11 @@ def _read(path: Path, dtype: str | None, progress: bool) -> Params:
     if checkpoint.is_checkpoint(path) or not progress:
         return read(path, dtype=dtype)
     original = open_checkpoint(path)
+    check_fits(path, original, dtype)
     return collect(_with_progress(original), original.config, dtype)
 
 
-def _with_progress(original: Checkpoint) -> Iterator[tuple[str, Weight]]:
+def _with_progress(original: LazyCheckpoint) -> Iterator[tuple[str, Weight]]:
     process = psutil.Process()
     read = 0
     with tqdm(total=len(original.tensors), unit="tensor") as bar:

@@ -75,8 +75,7 @@ def export(
     quantization = _quantization_config(weights)
     if quantization is not None:
         fields["quantization_config"] = quantization
-    with checkpoint.one_sentence_if_full(target), replacing(target) as directory:
-        checkpoint.check_room(directory, target, params.nbytes)
+    with replacing(target, params.nbytes) as directory:
         if tokenizer_dir is not None:
             checkpoint.copy_tokenizer(Path(tokenizer_dir), directory)
         (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import open_checkpoint
+from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
 from pallas_kernels.formats import Weight
 from specjax.checks import shown
@@ -24,6 +25,8 @@ from specjax.files.atomic_directory import recover
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params, held, prepack
+from specjax.model.room import check_weights
+from specjax.model.sizes import weight_bytes
 from specjax.model.weight_names import params_from_weights
 
 SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
@@ -62,6 +65,7 @@ def read(
     path = locate(source)
     if not checkpoint.is_checkpoint(path):
         original = open_checkpoint(path)
+        check_fits(path, original, dtype)
         params = collect(original.weights(), original.config, dtype)
         return params if mesh is None else parallel.shard(params, mesh)
     params = checkpoint.load(path, mesh)
@@ -71,6 +75,15 @@ def read(
             "convert it again with the other dtype"
         )
     return params
+
+
+def check_fits(path: Path, original: LazyCheckpoint, dtype: str | None = None) -> None:
+    """Raises ValueError if memory cannot hold a model as it is, in `dtype` or its own."""
+    config = original.config
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    in_files = sum(tensor.nbytes for tensor in original.tensors.values())
+    check_weights(path, config, min(in_files, weight_bytes(config)))
 
 
 def collect(

@@ -76,6 +76,13 @@ class Recipe:
         return last if last in ROUNDINGS else None
 
     @property
+    def weights(self) -> str:
+        """The format of what it rounds, a name in `specjax.model.sizes.FORMATS`."""
+        return {"int8": "int8", "mxfp4": "mxfp4", "mxfp4-even": "mxfp4"}.get(
+            self.rounding or "", "int4"
+        )
+
+    @property
     def transforms(self) -> bool:
         """Whether a transform changes weights before they are rounded."""
         return any(self.has(part) for part in ("quarot", "awq", "atom"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,9 @@ from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.working_folder import WorkingFolder
 from pallas_kernels import cpu
 from pallas_kernels.cpu.native import instruction_sets
+from specjax.files import interruption
+from specjax.files.atomic_directory import remove
+from specjax.files.disk_space import is_disk_full, room_for
 from specjax.model.config import ModelConfig
 from specjax.model.params import LINEARS, Layer
 from specjax.version import __version__
@@ -31,7 +35,7 @@ class ResumableRun(Watcher):
     """Keeps finished layers in a folder and shows the progress.
 
     This is a context manager. The folder is removed when the block ends; if the block raises, the
-    folder stays for the next run.
+    folder stays for the next run, unless it is what fills the disk.
 
     Args:
       out: the checkpoint that is being made.
@@ -40,9 +44,11 @@ class ResumableRun(Watcher):
       recipe: the method.
       tokens: int32[S, T], the calibration text, or None.
       progress: show a bar with the time that is left and the peak memory.
+      nbytes: the quantized model's bytes, for which the disk must have room twice.
 
     Raises:
       ValueError: another process is making `out`.
+      OSError: the disk has no room.
     """
 
     def __init__(
@@ -53,8 +59,11 @@ class ResumableRun(Watcher):
         recipe: Recipe,
         tokens: np.ndarray | None,
         progress: bool,
+        nbytes: int,
     ) -> None:
+        self._out, self._nbytes, self._layers, self._done = out, nbytes, config.num_layers, 0
         self._folder = WorkingFolder(out, key)
+        self._stack = ExitStack()
         sequences = 0 if tokens is None else len(tokens)
         self._steps = len(LINEARS) + recipe.has("awq") + 2 * sequences  # per layer
         self._bar = tqdm(
@@ -65,6 +74,13 @@ class ResumableRun(Watcher):
         )
 
     def __enter__(self) -> ResumableRun:
+        try:
+            room = max(2 * self._nbytes - self._folder.nbytes, 0)
+            self._stack.enter_context(room_for(self._out, room))
+        except BaseException:
+            self._close(keep=True)
+            raise
+        self._stack.enter_context(interruption.unfinished(self._undo))
         return self
 
     def __exit__(
@@ -72,9 +88,25 @@ class ResumableRun(Watcher):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool | None:
+        if is_disk_full(error):
+            self._bar.close()
+            self._folder.give_up()
+        else:
+            self._close(keep=kind is not None)
+        return self._stack.__exit__(kind, error, traceback)
+
+    def _close(self, *, keep: bool) -> None:
         self._bar.close()
-        self._folder.close(remove=kind is None)
+        self._folder.close(remove=not keep)
+
+    def _undo(self) -> str | None:
+        """Keeps the finished layers of a run that is told to end, and says so."""
+        if not self._folder.holds_layers:
+            remove(self._folder.path)
+            return None
+        kept = f"{self._done} of {self._layers} layers are kept in {self._folder.path}"
+        return f"{kept}, and the same command goes on from there"
 
     def step(self, what: str) -> None:
         self._bar.set_postfix_str(f"peak {_peak_memory() / 1e9:.2f} GB, {what}", refresh=False)
@@ -82,11 +114,13 @@ class ResumableRun(Watcher):
 
     def restore(self) -> tuple[list[Layer], jax.Array | None]:
         layers, hidden = self._folder.restore()
-        self._bar.initial = self._bar.n = len(layers) * self._steps
+        self._done = len(layers)
+        self._bar.initial = self._bar.n = self._done * self._steps
         return layers, hidden
 
     def keep(self, index: int, layer: Layer, hidden: jax.Array | None) -> None:
         self._folder.keep(index, layer, hidden)
+        self._done = index + 1
 
 
 def run_key(
@@ -101,7 +135,7 @@ def run_key(
         file
         for file in source.rglob("*")  # without hidden ones: a working folder may lie there too
         if file.is_file() and not any(p.startswith(".") for p in file.relative_to(source).parts)
-    )
+    ) or [source]  # a GGUF file
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     text = None if tokens is None else (tokens.shape, tokens.tobytes())
     program = __version__, jax.__version__, jax.default_backend(), cpu.available()

@@ -54,9 +54,19 @@ class WorkingFolder:
             raise ValueError(f"another process is making {out} already")
         self._held = lock
 
+    @property
+    def holds_layers(self) -> bool:
+        """Whether a layer is finished."""
+        return (self.path / STATE).exists()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.path.iterdir())
+
     def restore(self) -> tuple[list[Layer], jax.Array | None]:
         """The finished layers, and the hidden states at the exit of the last one or None."""
-        if not (self.path / STATE).exists():
+        if not self.holds_layers:
             return [], None
         state, count = _read(self.path / STATE)
         layers = []
@@ -79,7 +89,7 @@ class WorkingFolder:
         With `remove`, the folder is removed, and so are the folders with other keys that no process
         is using.
         """
-        if remove or not (self.path / STATE).exists():
+        if remove or not self.holds_layers:
             shutil.rmtree(self.path)
         os.close(self._held)
         for other in self._others() if remove else ():
@@ -87,6 +97,11 @@ class WorkingFolder:
             if lock is not None:
                 shutil.rmtree(other)
                 os.close(lock)
+
+    def give_up(self) -> None:
+        """Ends the work, and keeps nothing."""
+        shutil.rmtree(self.path)
+        os.close(self._held)
 
     def _others(self) -> Iterator[Path]:
         """The other folders in which the same checkpoint was being made."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import specjax
-from specjax.commands.options import add_group_size
+from specjax.commands.options import add_group_size, add_output, integer
+from specjax.files.json_lines import read_text
 
 
 def add(commands: Any) -> None:
@@ -26,7 +27,7 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
     """The options of convert; `quantize` is the default method."""
     add = parser.add_argument
     add("source", help="Hugging Face directory, specjax checkpoint, or the name of a model")
-    add("out", type=Path, help="where the checkpoint goes")
+    add_output(parser, "out", directory=True, help="where the checkpoint goes")
     add(
         "--quantize",
         metavar="METHOD",
@@ -37,19 +38,19 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
     for old in ("--quantization", "--method"):
         add(old, dest="quantize", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_group_size(parser)
-    add("--bits", type=int, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
+    add("--bits", type=integer, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
     add("--lm-head", action="store_true", help="quantize the output head too")
     add("--dtype", choices=("bfloat16", "float32"), help="of weights that stay unquantized")
     add("--calibration", type=Path, metavar="FILE", help="a file of calibration text")
-    add("--sequences", type=int, default=16, help="sequences taken from the calibration text")
-    add("--length", type=int, default=512, help="tokens in each")
+    add("--sequences", type=integer, default=16, help="sequences taken from the calibration text")
+    add("--length", type=integer, default=512, help="tokens in each")
     parser.set_defaults(run=_convert)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", help='specjax checkpoint, or "tiny"')
-    add("out", type=Path, help="where the Hugging Face directory goes")
+    add_output(parser, "out", directory=True, help="where the Hugging Face directory goes")
     parser.set_defaults(run=_export)
 
 
@@ -77,7 +78,7 @@ def _calibration(options: argparse.Namespace) -> np.ndarray | None:
     """The calibration text as tokens."""
     if options.calibration is None:
         return None
-    text = options.calibration.read_text(encoding="utf-8")
+    text = read_text(options.calibration)
     tokenizer = specjax.load_tokenizer(options.source)
     return specjax.calibration_tokens(
         text, tokenizer, sequences=options.sequences, length=options.length

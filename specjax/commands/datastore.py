@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import specjax
-from specjax.commands.options import add_model
+from specjax.commands.options import add_model, add_output, integer
 from specjax.evaluation.corpus import build_datastore
 from specjax.evaluation.progress_bar import progress_bar
 
@@ -21,14 +21,14 @@ def add(commands: Any) -> None:
     build = kinds.add_parser("build", help=help_, description=help_)
     add = build.add_argument
     add("corpus", type=Path, help="a text file or JSON lines, also gzipped")
-    add("out", type=Path, help="the directory of the datastore")
+    add_output(build, "out", directory=True, help="the directory of the datastore")
     add_model(build)
     for name, default, what in (
         ("--keep", 100_000, "sequences to keep"),
         ("--length", 256, "tokens per sequence"),
         ("--rows", 8, "sequences per pass"),
     ):
-        add(name, type=int, default=default, metavar="N", help=f"{what}; {default} if left out")
+        add(name, type=integer, default=default, metavar="N", help=f"{what}; {default} if left out")
     add("--no-refine", action="store_true", help="keep the first sequences, without scoring any")
     build.set_defaults(run=_build)
 

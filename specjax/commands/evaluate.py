@@ -13,17 +13,21 @@ from tqdm import tqdm
 
 import specjax
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
-from specjax.commands.files import check_picture, pyplot, read_prompts, write_json
+from specjax.commands.files import check_picture, pyplot, read_prompts, save_picture, write_json
 from specjax.commands.options import (
     add_cache_bits,
     add_json,
     add_model,
+    add_output,
+    add_picture,
     add_quantize,
     chosen_target,
+    integer,
 )
 from specjax.evaluation import TASKS, Fidelity, TaskProgress, evaluate, fidelity, perplexity
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.evaluation.table import Row, fidelity_rows, format_table
+from specjax.files.json_lines import read_text
 
 
 def add(commands: Any) -> None:
@@ -50,7 +54,7 @@ def _add_tasks(parser: argparse.ArgumentParser, first: str) -> None:
     add_cache_bits(parser)
     _add_task_options(parser)
     help_ = "write results to this file; a killed run continues from it"
-    add("--out", type=Path, metavar="FILE", help=help_)
+    add_output(parser, "--out", metavar="FILE", help=help_)
     add_drafter(parser)
     parser.set_defaults(run=_tasks, first=first)
 
@@ -62,12 +66,12 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", type=_named, required=True, metavar="NAME=MODEL", help=help_)
     _add_task_options(parser)
     help_ = "QSpec's tokens per draft; 3 if left out"
-    add("--draft-length", type=int, default=3, metavar="N", help=help_)
+    add("--draft-length", type=integer, default=3, metavar="N", help=help_)
     help_ = "QSpec's activation precision of the draft; a4 if left out"
     add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
     add_cache_bits(parser)
     help_ = "write results to this folder; a killed run continues from it"
-    add("--out", type=Path, metavar="DIR", help=help_)
+    add_output(parser, "--out", directory=True, metavar="DIR", help=help_)
     parser.set_defaults(run=_table)
 
 
@@ -75,14 +79,16 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="the folder of the tasks' files")
     help_ = "prompts decoded at a time, and texts per pass; 8 if left out"
-    add("--rows", type=int, default=8, metavar="N", help=help_)
-    add("--batch", dest="rows", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--limit", type=int, metavar="N", help="items per task, the first ones; all if left out")
+    add("--rows", type=integer, default=8, metavar="N", help=help_)
+    add("--batch", dest="rows", type=integer, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add(
+        "--limit", type=integer, metavar="N", help="items per task, the first ones; all if left out"
+    )
     for name, what in (
         ("--shots", "worked examples before each question"),
         ("--max-new-tokens", "most tokens per answer"),
     ):
-        add(name, type=int, metavar="N", help=f"{what}; the task's own number if left out")
+        add(name, type=integer, metavar="N", help=f"{what}; the task's own number if left out")
     add("--chat", action="store_true", help="put the questions into the model's chat template")
     help_ = "run programs that the model writes where nothing holds them too"
     add("--unsafe", action="store_true", help=help_)
@@ -103,16 +109,22 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     help_ = "activation precision of the model; a16 if left out"
     add("--activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
     add_cache_bits(parser)
-    add("--window", type=int, default=512, metavar="N", help="tokens per window; 512 if left out")
+    add(
+        "--window",
+        type=integer,
+        default=512,
+        metavar="N",
+        help="tokens per window; 512 if left out",
+    )
     help_ = "tokens from one window's start to the next's; --window if left out"
-    add("--stride", type=int, metavar="N", help=help_)
+    add("--stride", type=integer, metavar="N", help=help_)
     add(
         "--max-tokens",
-        type=int,
+        type=integer,
         metavar="N",
         help="tokens of the text, the first ones; all if left out",
     )
-    add("--rows", type=int, default=1, metavar="N", help="windows per pass; 1 if left out")
+    add("--rows", type=integer, default=1, metavar="N", help="windows per pass; 1 if left out")
     add_json(parser)
     parser.set_defaults(run=_perplexity)
 
@@ -125,21 +137,21 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
     add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
     add(
         "--limit",
-        type=int,
+        type=integer,
         metavar="N",
         help="prompts of the file, the first ones; all if left out",
     )
     help_ = "most tokens per prompt; 128 if left out"
-    add("--max-new-tokens", type=int, default=128, metavar="N", help=help_)
-    add("--rows", type=int, default=1, metavar="N", help="prompts per pass; 1 if left out")
+    add("--max-new-tokens", type=integer, default=128, metavar="N", help=help_)
+    add("--rows", type=integer, default=1, metavar="N", help="prompts per pass; 1 if left out")
     add_json(parser)
-    add("--picture", type=Path, metavar="FILE", help="draw the scatter plot into this file")
+    add_picture(parser, "draw the scatter plot into this file")
     parser.set_defaults(run=_fidelity)
 
 
 def _perplexity(options: argparse.Namespace) -> None:
     params = specjax.load(options.model)
-    text = options.text.read_text(encoding="utf-8")
+    text = read_text(options.text)
     tokens = specjax.load_tokenizer(options.model).encode(text)[: options.max_tokens]
     with progress_bar("pass") as progress:
         result = perplexity(
@@ -271,5 +283,5 @@ def _draw(result: Fidelity, activation: str, target: Path) -> None:
         )
     axes.set(xlabel="probability under a16", ylabel=f"probability under {activation}")
     axes.legend(loc="upper left")
-    figure.savefig(target, dpi=120, bbox_inches="tight")
+    save_picture(figure, target, dpi=120, bbox_inches="tight")
     plot.close(figure)

@@ -9,8 +9,9 @@ from typing import Any
 
 from checkpoints_tools import checkpoint
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
+from specjax.files.outputs import replacing_file, write_whole
 from specjax.model.config import ModelConfig
-from specjax.planning.memory import FORMATS
+from specjax.model.sizes import FORMATS
 
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the first there is
 
@@ -40,13 +41,26 @@ def read_config(source: str) -> tuple[ModelConfig, str]:
 def write_json(path: Path | None, numbers: Any) -> None:
     """The numbers, if a file was asked for."""
     if path is not None:
-        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(numbers, indent=2) + "\n")
 
 
 def check_picture(path: Path | None) -> None:
     """Raises ValueError where a picture is wanted and cannot be drawn."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ValueError(f"--picture must end in one of {', '.join(kinds)}, got {path}")
+
+
+def save_picture(figure: Any, path: Path, **how: Any) -> None:
+    """Draws a figure of matplotlib into a file, whole or not at all."""
+    with replacing_file(path) as file:
+        figure.savefig(file, **how)
 
 
 def pyplot() -> Any:

@@ -14,7 +14,15 @@ import jax
 
 import specjax
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
-from specjax.commands.options import add_cache_bits, add_model, add_quantize, chosen_target
+from specjax.commands.options import (
+    add_cache_bits,
+    add_model,
+    add_quantize,
+    chosen_target,
+    integer,
+    seed,
+    unicode_text,
+)
 from specjax.generation.text import Round, TextStream, stream
 
 if TYPE_CHECKING:
@@ -29,20 +37,21 @@ def add(commands: Any) -> None:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("text", help="the text to continue")
+    add("text", type=unicode_text, help="the text to continue")
     add_model(parser)
     add_quantize(parser)
     add_cache_bits(parser)
     add("--chat", action="store_true", help="put the text into the model's chat template")
     add(
         "--max-new-tokens",
-        type=int,
+        type=integer,
         default=128,
         metavar="N",
         help="most tokens to generate; 128 if left out",
     )
     add(
         "--stop",
+        type=unicode_text,
         action="append",
         default=[],
         metavar="TEXT",
@@ -64,7 +73,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         ("--repetition-penalty", float, "X", "make tokens that occurred less probable; 1: off"),
     ):
         add(name, type=type_, metavar=metavar, help=help_)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the random key; 0 if left out")
+    add("--seed", type=seed, default=0, metavar="N", help="seed of the random key; 0 if left out")
 
 
 def _generate(options: argparse.Namespace) -> None:

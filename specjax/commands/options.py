@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 import specjax
+from specjax.checks import check_seed, shown
+from specjax.files.outputs import check_output
 
+MOST = 2**31 - 1  # of any count
+_OUTPUTS = "outputs"  # where a parser keeps what its command writes
 _GROUP_SIZES = {"none": None, "32": 32, "64": 64, "128": 128}
 
 
@@ -95,8 +100,59 @@ def add_cache_bits(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
-    help_ = "write the numbers to this file"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=help_)
+    add_output(parser, "--json", metavar="FILE", help="write the numbers to this file")
+
+
+def add_picture(parser: argparse.ArgumentParser, help_: str) -> None:
+    """--picture."""
+    add_output(parser, "--picture", metavar="FILE", help=help_)
+
+
+def add_output(
+    parser: argparse.ArgumentParser, name: str, *, directory: bool = False, **described: str
+) -> None:
+    """An argument that names a file or a directory that the command writes."""
+    action = parser.add_argument(name, type=Path, **described)  # type: ignore[arg-type]
+    others = parser.get_default(_OUTPUTS) or ()
+    parser.set_defaults(**{_OUTPUTS: (*others, (action.dest, directory))})
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raises OSError if a file or a directory that the command will write cannot be written."""
+    for name, directory in getattr(options, _OUTPUTS, ()):
+        path = getattr(options, name)
+        if path is not None:
+            check_output(path, directory=directory)
+
+
+def integer(text: str) -> int:
+    """A count from its text. Raises argparse.ArgumentTypeError for anything else."""
+    try:
+        found = int(text)
+    except ValueError:  # also of more than 4300 digits
+        found = MOST + 1
+    if abs(found) > MOST:
+        raise argparse.ArgumentTypeError(f"must be an integer up to {MOST}, got {shown(text)}")
+    return found
+
+
+def seed(text: str) -> int:
+    """A seed from its text. Raises argparse.ArgumentTypeError for anything else."""
+    try:
+        return check_seed("it", int(text) if len(text) < 100 else text)
+    except ValueError:
+        accepted = f"an integer from 0 to {2**32 - 1}"
+        raise argparse.ArgumentTypeError(f"must be {accepted}, got {shown(text)}") from None
+
+
+def unicode_text(text: str) -> str:
+    """An argument that is text. Raises argparse.ArgumentTypeError if its bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        given = shown(os.fsencode(text))
+        raise argparse.ArgumentTypeError(f"must be UTF-8 text, got {given}") from None
+    return text
 
 
 def read_group_size(text: str) -> int | None:

@@ -11,7 +11,7 @@ import jax
 
 import specjax
 from specjax.commands import checkpoints, datastore, evaluate, generate, lm_eval, plan
-from specjax.commands.options import Parser
+from specjax.commands.options import Parser, check_outputs
 
 
 def run_command(arguments: Sequence[str] | None) -> None:
@@ -22,6 +22,7 @@ def run_command(arguments: Sequence[str] | None) -> None:
       OSError: a file cannot be read or written.
     """
     options = _parser().parse_args(arguments)
+    check_outputs(options)
     _enable_compilation_cache()
     options.run(options)
 

@@ -19,16 +19,20 @@ from specjax.commands.options import (
     add_group_size,
     add_json,
     add_model,
+    add_picture,
     add_quantize,
     chosen_target,
+    integer,
 )
 from specjax.commands.plan_pictures import draw_layers, draw_memory, draw_speed
 from specjax.evaluation.progress_bar import progress_bar
-from specjax.planning.memory import FORMATS, most_that_fits
+from specjax.files.json_lines import read_text
+from specjax.model.sizes import FORMATS, in_units, most_that_fits
 from specjax.planning.speed import LONGEST, Level
 
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 MOST_ROWS = 4096  # that the memory plan tries
+_DIGITS = 30  # of a size
 COUNTS = ("most rows", "longest context")
 
 
@@ -45,7 +49,7 @@ def add(commands: Any) -> None:
         each = kinds.add_parser(name, help=help_, description=help_)
         describe(each)
         add_json(each)
-        each.add_argument("--picture", type=Path, metavar="FILE", help="draw them into this file")
+        add_picture(each, "draw them into this file")
         each.set_defaults(run=run)
 
 
@@ -62,13 +66,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
     add_group_size(parser)
     add_cache_bits(parser)
-    add("--rows", type=int, default=1, metavar="N", help="sequences at a time; 1 if left out")
+    add("--rows", type=integer, default=1, metavar="N", help="sequences at a time; 1 if left out")
     help_ = "tokens per sequence; the model's positions if left out"
-    add("--context", type=int, metavar="N", help=help_)
+    add("--context", type=integer, metavar="N", help=help_)
     help_ = "tokens of the prompt, part of --context; all of it if left out"
-    add("--prompt", type=int, metavar="N", help=help_)
+    add("--prompt", type=integer, metavar="N", help=help_)
     help_ = "tokens per draft; 5 if left out"
-    add("--draft-length", type=int, default=5, metavar="N", help=help_)
+    add("--draft-length", type=integer, default=5, metavar="N", help=help_)
     help_ = "memory of the device, such as 80GB or 16GiB: also print the most that fits"
     add("--device", type=_size, metavar="SIZE", help=help_)
 
@@ -86,10 +90,10 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     help_ = "prompts to measure with: JSON lines, or one text per line"
     add("--prompts", type=Path, metavar="FILE", help=help_)
     help_ = "prompts of the file, the first ones; all if left out"
-    add("--limit", type=int, metavar="N", help=help_)
-    add("--rows", type=int, default=1, metavar="N", help="prompts at a time; 1 if left out")
+    add("--limit", type=integer, metavar="N", help=help_)
+    add("--rows", type=integer, default=1, metavar="N", help="prompts at a time; 1 if left out")
     help_ = "most tokens per prompt; 64 if left out"
-    add("--max-new-tokens", type=int, default=64, metavar="N", help=help_)
+    add("--max-new-tokens", type=integer, default=64, metavar="N", help=help_)
     add_model(parser)
     add_quantize(parser)
     add_drafter(parser)
@@ -103,14 +107,14 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     help_ = "activation precision of the draft; a16 if left out"
     add("--draft-activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
     help_ = "sequences taken from the text; 4 if left out"
-    add("--sequences", type=int, default=4, metavar="N", help=help_)
-    add("--length", type=int, default=256, metavar="N", help="tokens of each; 256 if left out")
+    add("--sequences", type=integer, default=4, metavar="N", help=help_)
+    add("--length", type=integer, default=256, metavar="N", help="tokens of each; 256 if left out")
     _add_longest(parser)
 
 
 def _add_longest(parser: argparse.ArgumentParser) -> None:
     help_ = f"most tokens per draft to consider; {LONGEST} if left out"
-    parser.add_argument("--longest", type=int, default=LONGEST, metavar="N", help=help_)
+    parser.add_argument("--longest", type=integer, default=LONGEST, metavar="N", help=help_)
 
 
 def _memory(options: argparse.Namespace) -> None:
@@ -135,7 +139,7 @@ def _memory(options: argparse.Namespace) -> None:
         held = found.target + found.draft
         if held > device:
             raise ValueError(
-                f"--device {_bytes(device)} holds not even the weights, {_bytes(held)}"
+                f"--device {in_units(device)} holds not even the weights, {in_units(held)}"
             )
         numbers["device"] = device
         numbers["most rows"] = most_that_fits(
@@ -235,7 +239,7 @@ def _best_by_length(
 
 def _layers(options: argparse.Namespace) -> None:
     check_picture(options.picture)
-    text = options.text.read_text(encoding="utf-8")
+    text = read_text(options.text)
     params = chosen_target(options).params
     tokenizer = specjax.load_tokenizer(options.model)
     tokens = specjax.calibration_tokens(
@@ -262,7 +266,7 @@ def _layers(options: argparse.Namespace) -> None:
 def _size(text: str) -> int:
     """Bytes, with a unit or without."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
-    if found is None or found[2] not in UNITS:
+    if found is None or found[2] not in UNITS or len(found[1]) > _DIGITS:
         units = ", ".join(unit for unit in UNITS if unit)
         raise argparse.ArgumentTypeError(f"must be bytes or a number with {units}, got {text!r}")
     return int(float(found[1]) * UNITS[found[2]])
@@ -277,17 +281,9 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def _bytes(count: int) -> str:
-    """In the largest unit that leaves a whole one."""
-    for unit in ("GB", "MB"):
-        if count >= UNITS[unit]:
-            return f"{count / UNITS[unit]:.2f} {unit}"
-    return f"{count} bytes"
-
-
 def _shown(name: str, number: int) -> str:
     """A number of the memory table: counts as they are, the others in bytes."""
-    return str(number) if name in COUNTS else _bytes(number)
+    return str(number) if name in COUNTS else in_units(number)
 
 
 def _number(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specjax import planning
-from specjax.commands.files import pyplot
+from specjax.commands.files import pyplot, save_picture
 
 _FIGURES_LENGTH = 4  # N of ML-SpecQD's figures
 _TIMES_FASTER = (4, 20, 100)  # S of its figure 2; figure 3 has the first and the last
@@ -87,5 +87,5 @@ def draw_layers(found: Sequence[planning.LayerSet], path: Path) -> None:
 
 
 def _save(plot: Any, figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, dpi=110)
     plot.close(figure)

@@ -16,6 +16,7 @@ from specjax.evaluation.scoring import score_tokens
 from specjax.files.digests import digest
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
 from specjax.generation.text import Tokenizer
+from specjax.model.parallel import whole_rows
 from specjax.model.params import Params
 
 TEXT_FIELDS = ("text", "content", "prompt", "question", "problem")  # of a JSON line
@@ -96,6 +97,7 @@ def score_sequences(
     lengths = np.array([len(sequence) for sequence in sequences])
     order = np.argsort(lengths, kind="stable")  # similar lengths together: less padding
     missing = order[np.isnan(scores[order])]
+    rows = min(rows, whole_rows(params.mesh, max(len(missing), 1)))
     for first in range(0, len(missing), rows):
         chosen = missing[first : first + rows]
         width = -(-int(lengths[chosen].max()) // _WIDTH) * _WIDTH

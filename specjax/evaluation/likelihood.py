@@ -24,6 +24,7 @@ from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import blank_rows, check_rows, on_mesh, readable, whole_rows
 from specjax.model.params import Params
+from specjax.model.room import check_cache, check_scoring
 from specjax.model.transformer import forward
 
 Tokens = Sequence[int] | np.ndarray
@@ -146,6 +147,8 @@ def _read_batch(
     """Reads at most `rows` items chunk by chunk, up to the end of the longest one."""
     lengths = np.array([len(item.tokens) for item in items])
     width = -(-(int(lengths.max()) - 1) // _CHUNK) * _CHUNK
+    check_scoring(params.config, rows, _CHUNK, cache_bits, params.mesh)
+    check_cache(params.config, rows, _capacity(width), cache_bits, params.mesh)
     tokens = np.zeros((rows, width + 1), np.int32)
     for row, item in enumerate(items):
         tokens[row, : lengths[row]] = item.tokens

@@ -6,19 +6,24 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.row_tiles import map_row_tiles
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, on_mesh
 from specjax.model.params import Params
+from specjax.model.room import check_scoring
 from specjax.model.transformer import forward
 from specjax.speculation.sampling import greedy
 
 
-@partial(jax.jit, static_argnames=("activation", "cache_bits"))
 def score_tokens(
-    params: Params, tokens: jax.Array, *, activation: Activation = "a16", cache_bits: int = 16
+    params: Params,
+    tokens: jax.Array | np.ndarray,
+    *,
+    activation: Activation = "a16",
+    cache_bits: int = 16,
 ) -> tuple[jax.Array, jax.Array]:
     """Scores every token but the first, given those before it.
 
@@ -32,10 +37,22 @@ def score_tokens(
     Returns:
       Natural log-probabilities of tokens[:, 1:], f32[B, T - 1], and the most probable token at each
       of these places, int32[B, T - 1].
-    """
-    if tokens.shape[0] > 1:
-        check_rows(params.mesh, tokens.shape[0])
 
+    Raises:
+      ValueError: a mesh does not divide the rows, or memory cannot hold so many.
+    """
+    rows, width = tokens.shape
+    if rows > 1:
+        check_rows(params.mesh, rows)
+    check_scoring(params.config, rows, width, cache_bits, params.mesh)
+    scored: tuple[jax.Array, jax.Array] = _score(params, tokens, activation, cache_bits)
+    return scored
+
+
+@partial(jax.jit, static_argnames=("activation", "cache_bits"))
+def _score(
+    params: Params, tokens: jax.Array, activation: Activation, cache_bits: int
+) -> tuple[jax.Array, jax.Array]:
     def read(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, width = tokens.shape
         cache = KVCache.create(params.config, rows, width, cache_bits, params.num_kv_heads)

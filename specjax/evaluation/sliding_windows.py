@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.evaluation.scoring import score_tokens
+from specjax.model.parallel import whole_rows
 from specjax.model.params import Params, check_is_params
 
 
@@ -69,6 +70,7 @@ def perplexity(
     check_activation(activation)
     check_cache_bits(cache_bits)
     _check(params, text, window, stride, rows)
+    rows = min(rows, whole_rows(params.mesh, -(-(len(text) - 1) // stride)))
     batches = list(_batches(text, window, stride, rows))
     total, count = 0.0, 0
     for done, (batch, counted) in enumerate(batches, start=1):

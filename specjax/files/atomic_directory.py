@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from specjax.files import interruption
+from specjax.files.disk_space import room_for
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -33,21 +34,22 @@ _TRIES = 100  # to remove a directory
 
 
 @contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path, nbytes: int = 0) -> Iterator[Path]:
     """Yields an empty directory that becomes `target` when the block ends without an exception.
 
     Args:
       target: a directory or a new path; its parents are made.
+      nbytes: the most bytes that the block writes; 0 if that is not known.
 
     Yields:
       The directory to write to. It is removed if the block raises, and `target` stays as it was.
 
     Raises:
-      OSError: the directory cannot be made or cannot take the target's place.
+      OSError: the directory cannot be made or cannot take the target's place, or the disk is full.
     """
     target = target.resolve()
     recover(target)
-    with beside(target) as temporary:
+    with room_for(target, nbytes), beside(target) as temporary:
         yield temporary
         with interruption.undisturbed():
             _take_place(temporary, target)
@@ -64,16 +66,16 @@ def beside(target: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         with interruption.undisturbed():
             temporary, lock = _make_temporary(target)
-            stack.enter_context(interruption.unfinished(partial(_remove, temporary)))
+            stack.enter_context(interruption.unfinished(partial(remove, temporary)))
         try:
             yield temporary
         finally:
-            _remove(temporary)  # after an exchange this is the old one
+            remove(temporary)  # after an exchange this is the old one
             if lock is not None:
                 os.close(lock)
 
 
-def _remove(directory: Path) -> None:
+def remove(directory: Path) -> None:
     """Removes a directory that another thread may still be writing to."""
     for _ in range(_TRIES):
         shutil.rmtree(directory, ignore_errors=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specjax.files.atomic_directory import beside
+from specjax.files.disk_space import room_for
 
 
 @contextlib.contextmanager
@@ -23,7 +24,7 @@ def replacing_file(target: Path) -> Iterator[Path]:
         yield target
         return
     target = target.resolve()
-    with beside(target) as directory:
+    with room_for(target), beside(target) as directory:
         file = directory / target.name
         yield file
         if target.exists():

@@ -160,7 +160,7 @@ def checked_rows(
     tokens, lengths = normalize_prompt(prompt, prompt_lengths, params.config)
     rows, width = tokens.shape
     check_rows(params.mesh, rows)
-    request = request.for_width(params, width)
+    request = request.for_width(params, width, rows)
     return request, Rows(tokens, lengths, row_keys(request.sampling, key, rows))
 
 

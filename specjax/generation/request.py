@@ -22,6 +22,7 @@ from specjax.generation.prompts import check_limits, check_stop_tokens
 from specjax.model.config import ModelConfig
 from specjax.model.parallel import check_drafter
 from specjax.model.params import Params, check_is_params
+from specjax.model.room import check_cache
 from specjax.speculation.drafter import Drafter, check_is_drafter
 from specjax.speculation.sampling import Sampling
 
@@ -102,12 +103,14 @@ class Request:
             config, width, self.max_new_tokens, self.drafter.draft_length, self.cache_capacity
         )
 
-    def for_width(self, params: Params, width: int) -> Request:
-        """The request for prompts of up to `width` tokens: `cache_capacity` is a number.
+    def for_width(self, params: Params, width: int, rows: int) -> Request:
+        """The request for `rows` prompts of up to `width` tokens: `cache_capacity` is a number.
 
-        Raises ValueError if the prompts do not fit, or if the drafter cannot draft for the model.
+        Raises ValueError if the prompts do not fit the model, or the cache memory, or if the
+        drafter cannot draft for the model.
         """
         capacity = self.slots(params.config, width)
+        check_cache(params.config, rows, capacity, self.cache_bits, params.mesh)
         self.drafter.validate(params, width + self.max_new_tokens)
         return dataclasses.replace(self, cache_capacity=capacity)
 

@@ -7,15 +7,15 @@ own
 formulas; this package implements the formulas.
 """
 
+from specjax.model.sizes import activation_bytes as activation_bytes
+from specjax.model.sizes import cache_bytes as cache_bytes
+from specjax.model.sizes import weight_bytes as weight_bytes
 from specjax.planning.layer_search import LayerSet as LayerSet
 from specjax.planning.layer_search import search_layers as search_layers
 from specjax.planning.measurement import Measurement as Measurement
 from specjax.planning.measurement import measure as measure
 from specjax.planning.memory import Memory as Memory
-from specjax.planning.memory import activation_bytes as activation_bytes
-from specjax.planning.memory import cache_bytes as cache_bytes
 from specjax.planning.memory import plan_memory as plan_memory
-from specjax.planning.memory import weight_bytes as weight_bytes
 from specjax.planning.speed import Level as Level
 from specjax.planning.speed import accepted_share as accepted_share
 from specjax.planning.speed import best_draft_lengths as best_draft_lengths

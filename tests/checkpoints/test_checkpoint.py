@@ -236,7 +236,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -
 
     if full == "before":
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     else:
         monkeypatch.setattr(checkpoint, "take_apart", fail)
     with pytest.raises(OSError, match=r"^the disk is full: .*/out was not written") as failure:

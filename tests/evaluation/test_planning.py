@@ -16,9 +16,9 @@ from checkpoints_tools.quantization import quantize
 from specjax import planning
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Linear, Params, stored
+from specjax.model.sizes import most_that_fits
 from specjax.model.transformer import forward
 from specjax.planning import Level
-from specjax.planning.memory import most_that_fits
 from specjax.planning.speed import draft_time
 from tests.support.random_models import CONFIG, random_model
 

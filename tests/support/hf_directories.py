@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,21 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], shards: int = 2
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for file, part in zip(files, parts, strict=True):
         save_file({name: tensors[name] for name in part}, path / file)
+    return path
+
+
+def write_sparse(path: Path, **changes: Any) -> Path:
+    """A directory of zeros that take no room on the disk, however many there are."""
+    write_config(path, **changes)
+    header, end = {}, 0
+    for name, shape in weight_shapes(read_config(path)).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        offsets = [begin, end]
+        header[their_name(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + end)
     return path
 
 

@@ -1,0 +1,53 @@
+"""A full disk: noticed before anything is written, or one sentence about how much is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def room_for(target: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raises one OSError with ENOSPC where the disk has no room for what the block writes.
+
+    The check comes before the block, because threads that write report a full disk with pages on
+    standard error. Where the disk fills up in the block, the block must leave `target` as it was.
+
+    Args:
+      target: what is being made; its message names it.
+      nbytes: the most bytes that the block writes; 0 if that is not known.
+    """
+    if _free(target) < nbytes:
+        raise _disk_full(target, nbytes)
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise _disk_full(target, nbytes) from error
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an exception reports a full disk, in whatever words it says so."""
+    return os.strerror(errno.ENOSPC) in str(error) or getattr(error, "errno", None) == errno.ENOSPC
+
+
+def _free(target: Path) -> int:
+    """Bytes that are free where `target` is or will be."""
+    return shutil.disk_usage(next(each for each in target.resolve().parents if each.exists())).free
+
+
+def _disk_full(target: Path, nbytes: int) -> OSError:
+    free = _free(target)
+    message = f"the disk is full: {target} was not written and is as it was before"
+    if nbytes:
+        message += f"; up to {nbytes / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free"
+    if nbytes > free:
+        message += f": {(nbytes - free) / 1e6:.1f} MB are missing"
+    error = OSError(message)
+    error.errno = errno.ENOSPC  # set here: the constructor would put it into the message
+    return error
