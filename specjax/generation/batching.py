@@ -159,7 +159,7 @@ def complete(
     if accepted:
         width = max(len(tokens) for tokens in accepted.values())
         rows = min(rows, whole_rows(params.mesh, len(accepted)))
-        job = Job(params, request.for_width(params, width), -(-width // CHUNK) * CHUNK)
+        job = Job(params, request.for_width(params, width, rows), -(-width // CHUNK) * CHUNK)
         yield from _serve(job, accepted, keys, rows, len(refused), stop_when, progress)
 
 
