@@ -112,7 +112,7 @@ def test_stream_rejects_bad_input_at_the_call(params) -> None:
     with pytest.raises(ValueError, match="max_new_tokens must be an integer"):
         specjax.stream(params, PROMPT, max_new_tokens="many")
     for tokens in ([PROMPT, PROMPT], [1.5], "text"):
-        with pytest.raises(ValueError, match="prompt must be an integer|prompt must be a list"):
+        with pytest.raises(ValueError, match=r"prompt must be an integer|prompt must be a list"):
             specjax.stream(params, tokens)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         specjax.stream(params, [*PROMPT, CONFIG.vocab_size])
