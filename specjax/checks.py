@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 Check = Callable[[str, Any], None]  # of a field's name and value; raises ValueError
-SHOWN_CHARACTERS = 300  # of a foreign text in a message
 
 
 def check_integer(name: str, value: Any) -> int:
@@ -31,10 +30,17 @@ def check_integer(name: str, value: Any) -> int:
 
 
 def check_number(name: str, value: Any) -> float:
-    """Returns `value` as a float; accepts NumPy's numbers. Raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a number, got {shown(value)}")
-    return float(value)
+    """Returns `value` as a float; accepts NumPy's numbers and arrays of one number without axes.
+
+    Raises ValueError for anything else, also for an array whose value JAX does not know yet.
+    """
+    try:
+        found = value.item() if getattr(value, "ndim", None) == 0 else value
+        if isinstance(found, bool) or not isinstance(found, numbers.Real):
+            raise TypeError
+        return float(found)
+    except (TypeError, OverflowError):
+        raise ValueError(f"{name} must be a number, got {shown(value)}") from None
 
 
 def check_seed(name: str, value: Any) -> int:
@@ -101,13 +107,13 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def printable(text: object) -> str:
-    """A name or a message that others wrote, as `shown`, but without quotes.
+def printable(text: object, most: int = 300) -> str:
+    """A name or a message that others wrote, as `shown`, but without quotes: `most` characters.
 
     A character that does not print is written as in a Python string: a terminal would obey it.
     """
     whole = str(text)
-    kept = whole[:SHOWN_CHARACTERS]
+    kept = whole[:most]
     safe = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in kept)
     return safe if kept == whole else f"{safe}…"
 

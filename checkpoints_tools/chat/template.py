@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from checkpoints_tools.chat.renderer import RENDERER
 from specjax.checks import printable, shown
 from specjax.files.json_objects import read_object
 
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 MOST_CHARACTERS = 2**20  # of a template; the longest that is published has some 20,000
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends the message that the model is to continue
 
@@ -51,6 +53,11 @@ class ChatTemplate:
             raise ValueError(f"{self.source}: the chat template cannot be rendered: {_said(text)}")
         return text if answer else self._before_mark(text)
 
+    def save(self, directory: Path) -> None:
+        """Writes the files from which `read_chat_template` reads the same template."""
+        (directory / TEMPLATE_FILE).write_text(self.text, encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps(dict(self.special_tokens), indent=1) + "\n")
+
     def _before_mark(self, text: str) -> str:
         """The text up to the end of the last message."""
         end = text.rfind(_MARK.rstrip())
@@ -74,7 +81,7 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
     Raises:
       ValueError: a file is damaged, or holds something else.
     """
-    own_file, config_file = path / "chat_template.jinja", path / "tokenizer_config.json"
+    own_file, config_file = path / TEMPLATE_FILE, path / CONFIG_FILE
     config = read_object(config_file) if config_file.is_file() else {}
     if own_file.is_file():
         source, text = own_file, _read_text(own_file)

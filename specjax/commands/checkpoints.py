@@ -68,7 +68,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from checkpoints_tools.loading import locate  # here: other commands start without its libraries
+    from checkpoints_tools.sources import locate  # here: other commands start without its libraries
 
     tokenizer_dir = locate(options.source)
     specjax.export(specjax.load(options.source), options.out, tokenizer_dir=tokenizer_dir)

@@ -201,8 +201,8 @@ def _cast(name: str, lm_head: bool, target: Target) -> specjax.Params | None:
 
     Raises ValueError where it names neither.
     """
-    from checkpoints_tools.loading import locate  # here: not every command needs them
     from checkpoints_tools.quantization.recipe import Recipe
+    from checkpoints_tools.sources import locate  # here: not every command needs them
 
     try:
         Recipe(name)

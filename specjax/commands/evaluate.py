@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
+from specjax.checks import printable
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, pyplot, read_prompts, save_picture, write_json
 from specjax.commands.options import (
@@ -196,7 +197,8 @@ def _tasks(options: argparse.Namespace) -> None:
         numbers = (_number(name, value) for name, value in each.summary().items())
         print(f"{each.task}: {', '.join(numbers)}")
         if each.refused:
-            print(f"  refused: {next(filter(None, (r.get('error') for r in each.records)))}")
+            error = next(filter(None, (record.get("error") for record in each.records)))
+            print(f"  refused: {printable(error)}")
     write_json(options.json, {each.task: each.summary() for each in results})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from pallas_kernels.row_sums import row_max, row_sum, running_sums
-from specjax.checks import check_integer
+from specjax.checks import check_integer, check_number
 
 BLOCK = 128  # tokens; divides the vocabularies of nearly all models
 _INFINITY = 0x7F800000  # its bits
@@ -44,24 +45,25 @@ class Sampling:
     repetition_penalty: float | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 1e-6 <= self.temperature <= 1e6:
-            raise ValueError(
-                f"temperature must be in [1e-6, 1e6], got {self.temperature!r}; "
-                "leave `sampling` out to decode greedily"
-            )
-        if self.top_k is not None and check_integer("top_k", self.top_k) < 1:
-            raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p!r}")
-        if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise ValueError(f"min_p must be in [0, 1] or None, got {self.min_p!r}")
-        penalty = self.repetition_penalty
-        if penalty is not None and not (_is_number(penalty) and 1e-6 <= penalty <= 1e6):
-            raise ValueError(f"repetition_penalty must be in [1e-6, 1e6] or None, got {penalty!r}")
+        self._check("temperature", lambda x: 1e-6 <= x <= 1e6, "[1e-6, 1e6]")
+        self._check("top_p", lambda x: 0 < x <= 1, "(0, 1] or None")
+        self._check("min_p", lambda x: 0 <= x <= 1, "[0, 1] or None")
+        self._check("repetition_penalty", lambda x: 1e-6 <= x <= 1e6, "[1e-6, 1e6] or None")
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", check_integer("top_k", self.top_k))
+            if self.top_k < 1:
+                raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    def _check(self, name: str, accepts: Callable[[float], bool], accepted: str) -> None:
+        """Makes a field a float. Raises ValueError where it is none or out of its range."""
+        given = getattr(self, name)
+        if given is None and name != "temperature":
+            return
+        number = check_number(name, given)
+        if not accepts(number):
+            hint = "; leave `sampling` out to decode greedily" if name == "temperature" else ""
+            raise ValueError(f"{name} must be in {accepted}, got {number}{hint}")
+        object.__setattr__(self, name, number)
 
 
 def greedy(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:

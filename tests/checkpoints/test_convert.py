@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
-from checkpoints_tools import checkpoint, conversion, loading
+from checkpoints_tools import checkpoint, conversion, sources
 from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load, load_tokenizer
 from checkpoints_tools.quantization import quantize
@@ -196,7 +196,7 @@ def to_pickles(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [
-        (shutil.rmtree, FileNotFoundError, "no such directory: {}"),
+        (shutil.rmtree, FileNotFoundError, "there is no model {}"),
         (
             lambda path: [file.unlink() for file in path.iterdir()],
             ValueError,
@@ -295,7 +295,7 @@ def test_option_refusals(tmp_path: Path) -> None:
 
 
 def test_load_refusals(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such directory: nowhere; give a directory or"):
+    with pytest.raises(FileNotFoundError, match="there is no model nowhere: give a directory"):
         load("nowhere")
     source = write_model(tmp_path / "source")
     convert(source, tmp_path / "out", progress=False)
@@ -305,7 +305,7 @@ def test_load_refusals(tmp_path: Path) -> None:
 
 # The models that ship with the library are found by name, wherever the process runs.
 def test_shipped_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SHIPPED_PATH", tmp_path)
+    monkeypatch.setattr(sources, "SHIPPED_PATH", tmp_path)
     params = load(write_model(tmp_path / "hf"))
     checkpoint.save(params, tmp_path / "tiny")
     monkeypatch.chdir(tmp_path / "hf")

@@ -18,6 +18,7 @@ from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.tensor_files import read_headers
 from specjax.checks import printable, shown
+from specjax.cli import main
 from specjax.files.json_lines import read_lines
 from specjax.files.json_objects import MOST_BYTES, read_object
 from tests.support.hf_directories import write_config, write_model
@@ -148,3 +149,9 @@ def test_foreign_values_are_shown_short_and_safe() -> None:
     assert printable(ESCAPE) == r"\x1b]0;title\x07\x1b[31m"
     assert printable("Größe 大\u202e\ud800\n") == r"Größe 大\u202e\ud800\n"
     assert printable("a" * 301) == "a" * 300 + "…"
+
+
+def test_a_command_prints_no_character_of_control(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a", "--model", f"/nowhere/{ESCAPE}"]) == 1
+    message = capsys.readouterr().err
+    assert message.rstrip("\n").isprintable() and r"/nowhere/\x1b]0;title" in message

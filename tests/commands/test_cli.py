@@ -13,7 +13,7 @@ import shutil
 import pytest
 
 import specjax
-from checkpoints_tools.loading import SHIPPED_PATH
+from checkpoints_tools.sources import SHIPPED_PATH
 from specjax.cli import main
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.options import load_target

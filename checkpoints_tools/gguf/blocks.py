@@ -1,0 +1,115 @@
+"""The weights that GGUF's blocks stand for.
+
+A block holds 32 weights, or 256 in the formats that end in K. Where one of the library's formats
+can hold the same values exactly, the weight stays as small as it was:
+
+| ggml | held as |
+| --- | --- |
+| Q4_0 | `Int4Weight`, groups of 32, float16 scales |
+| Q5_0, Q8_0 | `Int8Weight`, groups of 32, float16 scales |
+| MXFP4 | `Mxfp4Weight` |
+| F32, F16, BF16 | an array |
+| others, such as Q4_1 and Q6_K | a float32 array, which a model in bfloat16 rounds |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.formats import (
+    Quantized,
+    int4_from_integers,
+    int8_from_integers,
+    mxfp4_from_codes,
+)
+
+if TYPE_CHECKING:
+    import gguf
+
+GROUP = 32
+Blocks = np.ndarray  # uint8[N, blocks of a row, bytes of a block]
+
+
+def _halves(blocks: Blocks, start: int, count: int = 1) -> np.ndarray:
+    """float16 numbers from byte `start` on: f16[N, blocks, count]."""
+    return np.ascontiguousarray(blocks[..., start : start + 2 * count]).view(np.float16)
+
+
+def _nibbles(codes: Blocks) -> np.ndarray:
+    """The low nibbles of all bytes, then the high ones: uint8[…, P] -> uint8[…, 2 · P]."""
+    return np.concatenate((codes & 15, codes >> 4), axis=-1)
+
+
+def _fifth_bits(blocks: Blocks, start: int) -> np.ndarray:
+    """The bits of four bytes, lowest first, as 16 or 0: uint8[N, blocks, 32]."""
+    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
+
+
+def _rows(values: np.ndarray) -> np.ndarray:
+    """[N, blocks, …] -> [N, everything else]."""
+    return values.reshape(len(values), -1)
+
+
+def _q4_0(blocks: Blocks) -> Quantized:
+    q = _rows(_nibbles(blocks[..., 2:])).astype(np.int8) - np.int8(8)
+    return int4_from_integers(jnp.asarray(q), jnp.asarray(_rows(_halves(blocks, 0))), GROUP)
+
+
+def _q5_0(blocks: Blocks) -> Quantized:
+    q = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return _int8(q.astype(np.int8) - np.int8(16), blocks)
+
+
+def _q8_0(blocks: Blocks) -> Quantized:
+    return _int8(np.ascontiguousarray(blocks[..., 2:]).view(np.int8), blocks)
+
+
+def _int8(q: np.ndarray, blocks: Blocks) -> Quantized:
+    scales = _rows(_halves(blocks, 0))
+    return int8_from_integers(jnp.asarray(_rows(q)), jnp.asarray(scales), GROUP)
+
+
+def _mxfp4(blocks: Blocks) -> Quantized:
+    codes = _nibbles(blocks[..., 1:])
+    return mxfp4_from_codes(jnp.asarray(_rows(codes)), jnp.asarray(_rows(blocks[..., :1])))
+
+
+EXACT: dict[str, Callable[[Blocks], Quantized]] = {
+    "Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0, "MXFP4": _mxfp4,
+}  # fmt: skip
+PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+def to_weight(
+    raw: np.ndarray, kind: gguf.GGMLQuantizationType, row_bytes: int
+) -> jax.Array | Quantized:
+    """The weight that bytes of a file stand for.
+
+    Args:
+      raw: uint8[N, row_bytes] for a matrix; uint8[row_bytes] for a vector.
+      kind: the blocks' format.
+      row_bytes: of one row.
+
+    Returns:
+      A quantized weight with the same values; or an array [N, K] or [K], in float32 where no format
+      of the library holds them.
+
+    Raises ValueError if the `gguf` package does not read the format either.
+    """
+    import gguf
+
+    if kind.name in PLAIN:
+        return jnp.asarray(np.ascontiguousarray(raw).view(PLAIN[kind.name]))
+    if kind.name in EXACT and raw.ndim == 2:
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        return EXACT[kind.name](raw.reshape(len(raw), row_bytes // size, size))
+    try:
+        return jnp.asarray(gguf.quants.dequantize(raw, kind))
+    except NotImplementedError:
+        raise ValueError(f"weights in {kind.name} are not supported") from None

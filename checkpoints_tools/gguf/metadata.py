@@ -1,0 +1,145 @@
+"""GGUF's metadata as a `ModelConfig`.
+
+The fields get the names that they have in Hugging Face's config.json and are read as from there, so
+both kinds of models are checked by one schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from checkpoints_tools.gguf.header import Header
+from checkpoints_tools.huggingface_config import config_from_fields
+from specjax.checks import shown
+from specjax.model.config import ModelConfig
+from specjax.model.rope import rope_frequencies
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # Mistral's models too
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+NAMES = {  # GGUF's fields, which the name of the architecture precedes, by those of config.json
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+SCALING_NAMES = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "attention_factor": "attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+LLAMA3_CONTEXT = 8192  # what Llama 3 was trained on before its frequencies were stretched
+
+
+def model_config(
+    header: Header, tensors: Collection[str], factors: np.ndarray | None
+) -> ModelConfig:
+    """The configuration that a file's metadata describes.
+
+    Args:
+      header: the file's, or that of the first part.
+      tensors: the names of all tensors, which tell whether there are biases and a head.
+      factors: what the rotary frequencies are divided by, f32[E / 2], or None.
+
+    Returns:
+      The configuration, in bfloat16: GGUF files name no dtype for activations.
+
+    Raises:
+      ValueError: a field is missing or nonsense, or the model is not supported.
+    """
+    family = header.get("general.architecture")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise ValueError(
+            f"{header.file}: architecture {shown(family)} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    fields: dict[str, Any] = {
+        ours: header.get(f"{family}.{theirs}") for ours, theirs in NAMES.items()
+    }
+    if (experts := header.get(f"{family}.expert_count", 0)) != 0:
+        raise ValueError(f"{header.file}: {family}.expert_count {shown(experts)} is not supported")
+    fields |= {
+        "architectures": [ARCHITECTURES[family]],
+        "vocab_size": header.get(f"{family}.vocab_size", len(_vocabulary(header))),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": family == "llama" and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "dtype": "bfloat16",
+        "rope_scaling": _rope_scaling(header, family),
+        **_tokens(header),
+    }
+    config = _with_factors(header, fields, factors)
+    rotated = header.get(f"{family}.rope.dimension_count", config.head_dim)
+    if rotated != config.head_dim:
+        raise ValueError(
+            f"{header.file}: {family}.rope.dimension_count must be {config.head_dim}, all of a "
+            f"head, got {shown(rotated)}"
+        )
+    return config
+
+
+def _vocabulary(header: Header) -> list[str]:
+    tokens = header.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        raise ValueError(f"{header.file} has no tokenizer.ggml.tokens")
+    return tokens
+
+
+def _rope_scaling(header: Header, family: str) -> dict[str, Any] | None:
+    kind = header.get(f"{family}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    named = {
+        ours: header.get(f"{family}.rope.scaling.{name}") for ours, name in SCALING_NAMES.items()
+    }
+    return {"rope_type": kind} | {name: each for name, each in named.items() if each is not None}
+
+
+def _tokens(header: Header) -> dict[str, Any]:
+    """The tokens that end, begin and pad a text. A text ends also where a turn or message ends."""
+    ids = {name: header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    stops = dict.fromkeys(token for token in ids.values() if token is not None)
+    return {
+        "eos_token_id": list(stops) or None,
+        "bos_token_id": header.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": header.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _with_factors(
+    header: Header, fields: dict[str, Any], factors: np.ndarray | None
+) -> ModelConfig:
+    """The configuration whose frequencies are those that the file's factors give.
+
+    Llama 3.1's rule has four parameters, of which the largest factor is one; the others have been
+    the same in every release.
+    """
+    if factors is None:
+        return config_from_fields(fields, header.file)
+    stretched = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LLAMA3_CONTEXT,
+    }
+    plain = config_from_fields(fields | {"rope_scaling": None}, header.file)
+    config = config_from_fields(fields | {"rope_scaling": stretched}, header.file)
+    found = rope_frequencies(plain) / rope_frequencies(config)
+    if found.shape != factors.shape or not np.allclose(found, factors, rtol=1e-4):
+        raise ValueError(
+            f"{header.file}: rope_freqs.weight is not Llama 3.1's rule, the only one supported"
+        )
+    return config

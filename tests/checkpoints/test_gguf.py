@@ -1,0 +1,212 @@
+"""GGUF files: the blocks' values to the last bit, the model's function, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import warnings
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from checkpoints_tools.gguf.blocks import EXACT, to_weight
+from checkpoints_tools.gguf.model import open_gguf, their_name
+from pallas_kernels.weight_values import dequantize
+from specjax.model.config import RopeScaling
+from specjax.model.kv_cache import KVCache
+from specjax.model.rope import rope_frequencies
+from specjax.model.transformer import forward
+from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
+from tests.support.gguf_files import (
+    CONFIG,
+    TOKENS,
+    fields,
+    random_blocks,
+    random_tensors,
+    write_gguf,
+)
+
+KINDS = gguf.GGMLQuantizationType
+OTHERS = ("Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q2_K", "Q3_K", "Q6_K")
+
+
+@pytest.mark.parametrize("name", [*EXACT, *OTHERS])
+def test_blocks_have_the_values_of_the_gguf_package(name: str) -> None:
+    """Bit for bit, and in the small format where there is one."""
+    kind, (n, k) = KINDS[name], (24, 768)
+    blocks = random_blocks(kind, n, k)
+    with np.errstate(all="ignore"):  # random scales of Q2_K and Q3_K need not be finite
+        expected = gguf.quants.dequantize(blocks, kind)
+    weight = to_weight(blocks, kind, blocks.shape[1])
+    values = np.asarray(dequantize(weight))
+    np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
+    assert isinstance(weight, jax.Array) == (name in OTHERS)
+    if name in EXACT:
+        assert weight.nbytes <= 1.6 * blocks.nbytes
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in Q4_0 with a tied embedding in Q8_0, as SmolLM2's is."""
+    return write_gguf(
+        tmp_path_factory.mktemp("gguf") / "small.gguf", fields(), random_tensors(kind="Q4_0")
+    )
+
+
+def logits(params: specjax.Params) -> np.ndarray:
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (1, 12)))
+    cache = KVCache.create(params.config, 1, 16)
+    return np.asarray(jax.jit(forward)(params, tokens, jnp.arange(12)[None], cache)[0])
+
+
+def by_hand(file: Path) -> specjax.Params:
+    """The same model from values that the gguf package reads, in float32."""
+    reader = gguf.GGUFReader(file)
+    tensors = {
+        each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors
+    }
+    config = dataclasses.replace(CONFIG, dtype="float32")
+    weights = {}
+    for name in weight_shapes(config):
+        values = tensors[their_name(name)]
+        if name.endswith(("q.weight", "k.weight")):  # pairs of rows become halves of a head
+            pairs = values.reshape(-1, config.head_dim // 2, 2, values.shape[1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        weights[name] = jnp.asarray(values.reshape(weight_shapes(config)[name]))
+    return params_from_weights(config, weights)
+
+
+def test_the_model_is_what_the_file_says(file: Path) -> None:
+    params = specjax.load(file, dtype="float32")
+    assert dataclasses.replace(params.config, dtype="bfloat16", rms_norm_eps=1e-5) == CONFIG
+    np.testing.assert_allclose(logits(params), logits(by_hand(file)), atol=2e-3)
+
+
+def test_drafts_change_nothing(file: Path) -> None:
+    params = specjax.load(file)
+    plain, drafted = (
+        specjax.decode(params, [[5, 6, 7, 8]], max_new_tokens=12, drafter=drafter)
+        for drafter in (specjax.Autoregressive(), specjax.QSpec(2))
+    )
+    np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+
+
+def test_convert(file: Path, tmp_path: Path) -> None:
+    specjax.convert(file, tmp_path / "out", progress=False)
+    params = specjax.load(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, params, specjax.load(file))
+    messages = [{"role": "user", "content": "the in an 12 ä"}]
+    texts = [specjax.load_tokenizer(path).chat(messages) for path in (file, tmp_path / "out")]
+    assert texts == ["<s>user: the in an 12 ä\n"] * 2
+
+
+def test_quantize(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "plain.gguf", fields(), random_tensors(kind="BF16"))
+    specjax.convert(file, tmp_path / "out", quantization="mxfp4", progress=False)
+    expected = specjax.quantize(specjax.load(file), "mxfp4")
+    jax.tree.map(np.testing.assert_array_equal, specjax.load(tmp_path / "out"), expected)
+
+
+def test_a_split_model_is_the_whole_one(file: Path, tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "split.gguf", fields(), random_tensors(kind="Q4_0"), split=8)
+    whole, parts = (named_weights(specjax.load(path)) for path in (file, first))
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    second = Path(str(first).replace("-00001-", "-00002-"))
+    with pytest.raises(ValueError, match="give the first one"):
+        specjax.load(second)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=r"-00002-of-.* does not exist"):
+        specjax.load(first)
+
+
+def test_what_is_rounded_is_said(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "rounded.gguf", fields(), random_tensors(kind="Q6_K"))
+    with pytest.warns(UserWarning, match="rounds these matrices: 14 in Q6_K; dtype float32 holds"):
+        open_gguf(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_gguf(write_gguf(tmp_path / "exact.gguf", fields(), random_tensors(kind="BF16")))
+
+
+def test_llama_3_stretches_its_frequencies(tmp_path: Path) -> None:
+    stretched = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    config = dataclasses.replace(CONFIG, rope_scaling=stretched)
+    factors = (rope_frequencies(CONFIG) / rope_frequencies(config)).astype(np.float32)
+    for values, error in ((factors, None), (factors + 1, "not Llama 3.1's rule")):
+        tensors = {**random_tensors(), "rope_freqs.weight": (values, KINDS.F32)}
+        file = write_gguf(tmp_path / "llama3.gguf", fields(), tensors)
+        if error is None:
+            assert open_gguf(file).config.rope_scaling == stretched
+        else:
+            with pytest.raises(ValueError, match=error):
+                open_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "gpt2"}, "architecture 'gpt2' is not supported"),
+        ({"llama.block_count": 3}, "lacks the tensor blk.2.attn_k.weight and 8 more"),
+        ({"llama.block_count": 1}, "has the tensor blk.1.attn_k.weight and 8 more, which a llama"),
+        ({"llama.feed_forward_length": 256}, r"has shape \(512, 256\), but the metadata says"),
+        ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
+        ({"llama.rope.dimension_count": 32}, "dimension_count must be 64, all of a head, got 32"),
+        ({"llama.rope.freq_base": float("nan")}, "rope_theta must be a number"),
+        ({"llama.attention.head_count": "4"}, "num_attention_heads must be an integer"),
+        ({"general.alignment": 48}, "general.alignment must be a power of two, got 48"),
+    ],
+)  # fmt: skip
+def test_models_that_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    metadata = fields() | changes
+    architecture = metadata.pop("general.architecture", "llama")
+    file = write_gguf(tmp_path / "odd.gguf", metadata, random_tensors(), architecture)
+    with pytest.raises(ValueError, match=message):
+        open_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "data", "message"),
+    [
+        (0, b"GGML", "is neither a directory nor a GGUF file"),
+        (4, struct.pack("<I", 1), "has GGUF version 1"),
+        (8, struct.pack("<Q", 10**18), "its header announces 1000000000000000000 items"),
+        (16, struct.pack("<Q", 10**18), "its header announces 1000000000000000000 items"),
+        (24, struct.pack("<Q", 2**63), "its header announces 9223372036854775808 items"),
+        (32, b"\x1b]0;", "has the odd name"),
+    ],
+)
+def test_headers_that_lie(
+    file: Path, tmp_path: Path, place: int, data: bytes, message: str
+) -> None:
+    content = bytearray(file.read_bytes())
+    content[place : place + len(data)] = data
+    (tmp_path / "lie.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        specjax.load(tmp_path / "lie.gguf")
+
+
+def test_truncated_files(file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    for size in (4, 20, 100, 5000, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"is truncated"):
+            open_gguf(tmp_path / "cut.gguf")
+
+
+def test_the_tokenizer(file: Path) -> None:
+    tokenizer = specjax.load_tokenizer(file)
+    ids = tokenizer.encode("the an 12<|turn|>ä")
+    assert [TOKENS[i] for i in ids] == ["the", "Ġan", "Ġ", "1", "2", "<|turn|>", "Ã", "¤"]
+    assert tokenizer.decode(ids) == "the an 12ä"
+    assert tokenizer.special_tokens()["<|turn|>"] == 3
+
+
+def test_a_path_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match="is neither a directory nor a GGUF file"):
+        specjax.load(tmp_path / "notes.txt")
