@@ -75,7 +75,7 @@ def chosen_target(options: argparse.Namespace) -> Target:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """--model."""
-    help_ = 'a specjax checkpoint, a Hugging Face directory, or a name; "tiny" if left out'
+    help_ = 'a directory, a GGUF file, a name on the Hub, or "smollm2"; "tiny" if left out'
     parser.add_argument("--model", default="tiny", help=help_)
 
 
