@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from specjax.checks import printable
 from specjax.files import interruption
 
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return interruption.CLOSED_PIPE
     except (ValueError, OSError) as error:
-        print(f"specjax: {error}", file=sys.stderr)
+        print(f"specjax: {printable(error, 2000)}", file=sys.stderr)
         return 1
     return 0
 
