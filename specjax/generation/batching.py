@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Unpack
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation
-from specjax.checks import check_integer
+from specjax.checks import check_integer, shown
 from specjax.generation.batch_rows import (
     CHUNK,
     Job,
@@ -32,7 +32,7 @@ from specjax.generation.batch_rows import (
     run_rounds,
 )
 from specjax.generation.decoding import failure
-from specjax.generation.prompts import normalize_prompt
+from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Options, Request, row_keys
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
@@ -85,7 +85,7 @@ class Progress:
 
 def decode_many(
     params: Params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     *,
     rows: int = 8,
     max_new_tokens: int = 64,
@@ -103,15 +103,15 @@ def decode_many(
 
     Args:
       params: the model.
-      prompts: token ids of every prompt.
+      prompts: token ids of every prompt. One that is not a list of token ids, or does not fit, is
+        reported in its `error`, and the others go on.
       rows: prompts decoded at a time; under a mesh a multiple of its data axis.
       max_new_tokens: the most tokens to generate per prompt.
       drafter: proposes tokens; default QSpec().
       sampling: draws tokens; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt.
       stop_tokens: tokens that end a prompt's output; None: the model's own; () for none.
-      cache_capacity: KV slots per row; None: as many as the longest prompt needs. A prompt that
-        needs more is reported in its `error`, and the others go on.
+      cache_capacity: KV slots per row; None: as many as the longest prompt needs.
       cache_bits: bits per cache entry: 16, 8 or 4.
       activation: activation precision of the model itself, prompts included. "a8" and "a4" are for
         comparison: their output is what QSpec would draft without verification.
@@ -126,6 +126,7 @@ def decode_many(
     Raises:
       ValueError: there are no prompts, or an argument is out of its range.
     """
+    prompts = _listed(prompts)
     finished = complete(
         params, prompts, rows=rows, max_new_tokens=max_new_tokens, drafter=drafter,
         sampling=sampling, key=key, stop_tokens=stop_tokens, cache_capacity=cache_capacity,
@@ -137,7 +138,7 @@ def decode_many(
 
 def complete(
     params: Params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     *,
     rows: int = 8,
     key: jax.Array | None = None,
@@ -151,8 +152,7 @@ def complete(
     if check_integer("rows", rows) < 1:
         raise ValueError(f"rows must be at least 1, got {rows}")
     check_rows(params.mesh, rows)
-    if len(prompts) == 0:
-        raise ValueError("prompts must hold at least one prompt, got none")
+    prompts = _listed(prompts)
     accepted, refused = _check_prompts(params, request, prompts)
     keys = row_keys(request.sampling, key, len(prompts))
     yield from refused.items()
@@ -268,18 +268,28 @@ def _add(totals: Progress, completion: Completion) -> Progress:
     )
 
 
+def _listed(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+    """Returns prompts that may come one by one. Raises ValueError where there are none."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
+        raise ValueError(f"prompts must be lists of token ids, got {shown(prompts)}")
+    listed = list(prompts)
+    if not listed:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    return listed
+
+
 def _check_prompts(
-    params: Params, request: Request, prompts: Sequence[Sequence[int]]
+    params: Params, request: Request, prompts: list[Sequence[int]]
 ) -> tuple[dict[int, np.ndarray], dict[int, Completion]]:
     """Returns the prompts that can be decoded, and the errors of the others, by their numbers."""
     accepted, refused = {}, {}
     request.slots(params.config, 1)
     for index, prompt in enumerate(prompts):
         try:
-            tokens, _ = normalize_prompt(list(prompt), None, params.config)
+            tokens, _ = normalize_prompt(np.array(check_ids(prompt)), None, params.config)
             request.slots(params.config, tokens.shape[1])
             accepted[index] = np.asarray(tokens[0])
         except ValueError as error:
             none = jax.tree.map(lambda counts: np.asarray(counts[0]), Stats.zeros(1))
-            refused[index] = Completion(np.asarray(prompt), none, error=str(error))
+            refused[index] = Completion(np.zeros(0, np.int32), none, error=str(error))
     return accepted, refused

@@ -59,6 +59,8 @@ def check_ids(ids: Any, name: str = "prompt") -> list[int]:
     """Returns token ids as a list. Raises ValueError unless there are some, all integers."""
     if not isinstance(ids, Sequence | np.ndarray | jax.Array) or isinstance(ids, _TEXTS):
         raise ValueError(f"{name} must be a list of token ids, got {shown(ids)}")
+    if isinstance(ids, np.ndarray | jax.Array) and ids.ndim != 1:
+        raise ValueError(f"{name} must be a list of token ids, got an array of {ids.ndim} axes")
     if len(ids) == 0:
         raise ValueError(f"{name} is empty; it needs at least one token")
     return [check_integer(f"a token of {name}", token) for token in ids]
