@@ -151,8 +151,8 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
 
 
 def _perplexity(options: argparse.Namespace) -> None:
-    params = specjax.load(options.model)
     text = read_text(options.text)
+    params = specjax.load(options.model)
     tokens = specjax.load_tokenizer(options.model).encode(text)[: options.max_tokens]
     with progress_bar("pass") as progress:
         result = perplexity(
@@ -172,9 +172,10 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 def _fidelity(options: argparse.Namespace) -> None:
     check_picture(options.picture)
+    texts = read_prompts(options.prompts)[: options.limit]
     params = specjax.load(options.model)
     tokenizer = specjax.load_tokenizer(options.model)
-    prompts = [tokenizer.encode(text) for text in read_prompts(options.prompts)[: options.limit]]
+    prompts = [tokenizer.encode(text) for text in texts]
     result = fidelity(
         params, prompts, activation=options.draft_activation,
         max_new_tokens=options.max_new_tokens, rows=options.rows,

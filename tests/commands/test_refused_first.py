@@ -1,0 +1,106 @@
+"""What a command cannot read or write is refused before its work begins, in words, never as a
+traceback."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from specjax.cli import main
+from specjax.commands.files import write_json
+from specjax.files.outputs import check_output, replacing_file
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+NOT_UTF8 = os.fsdecode(b"caf\xe9")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files to name; no command may go as far as to load a model."""
+    (tmp_path / "good.txt").write_text("Once upon a time")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "folder").mkdir()
+
+    def load(_: object) -> None:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr("specjax.load", load)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--seed", "12345678901234567890123"], "--seed: must be an integer from 0 to 42949"),
+        (["x", "--seed", "9" * 5000], "--seed: must be an integer from 0 to 4294967295, got '99"),
+        (["x", "--max-new-tokens", "9" * 23], "must be an integer up to 2147483647, got '999"),
+        ([NOT_UTF8], r"argument text: must be UTF-8 text, got b'caf\xe9'"),
+        (["x", "--stop", NOT_UTF8], r"argument --stop: must be UTF-8 text, got b'caf\xe9'"),
+    ],
+)
+def test_arguments(folder: Path, arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("evaluate perplexity good.txt --json folder", "folder cannot be written: it is a direct"),
+        ("evaluate perplexity good.txt --json good.txt/x", "good.txt/x cannot be written: Not a"),
+        ("evaluate fidelity prompts.jsonl --json /proc/x", "/proc/x cannot be written: "),
+        ("evaluate fidelity prompts.jsonl --picture /proc/x.png", "/proc/x.png cannot be written"),
+        ("evaluate fidelity prompts.jsonl --picture x.abc", "--picture "),
+        ("evaluate piqa --data . --out good.txt/x", "good.txt/x cannot be written"),
+        ("evaluate table piqa --data . --models A=tiny --out good.txt/x", "cannot be written"),
+        ("plan speed --acceptance 0.5 --draft-cost 0.1 --json /proc/x", "/proc/x cannot be"),
+        ("plan layers good.txt --picture good.txt/x.png", "cannot be written: Not a directory"),
+        ("convert tiny-16bit good.txt/out", "good.txt/out cannot be written: Not a directory"),
+        ("quantize tiny-16bit /proc/out", "/proc/out cannot be written"),
+        ("export tiny good.txt/out", "good.txt/out cannot be written"),
+        ("datastore build good.txt good.txt/out", "good.txt/out cannot be written"),
+        ("evaluate perplexity bad.txt", "bad.txt is not UTF-8 text"),
+        ("evaluate fidelity bad.txt", "bad.txt is not UTF-8 text"),
+        ("plan layers bad.txt", "bad.txt is not UTF-8 text"),
+        ("plan speed --measure --prompts bad.txt", "bad.txt is not UTF-8 text"),
+        ("convert tiny-16bit out --quantize gptq --calibration bad.txt", "bad.txt is not UTF-8"),
+    ],
+)
+def test_outputs_and_texts(folder: Path, command: str, message: str, capsys) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main(command.split()) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_what_can_be_written_is_accepted(tmp_path: Path) -> None:
+    for name in ("new.json", "new/folders/out", "folder"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        check_output(tmp_path / name, directory=name == "folder")
+    check_output(Path(os.devnull))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop cannot be written: "):
+        check_output(tmp_path / "loop")
+
+
+def test_numbers_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "numbers.json"
+    write_json(target, {"one": 1})
+    target.chmod(0o600)
+    with pytest.raises(KeyError), replacing_file(target) as file:
+        file.write_text("half")
+        raise KeyError
+    assert target.read_text() == '{\n  "one": 1\n}\n'
+    (tmp_path / "link").symlink_to(target)
+    write_json(tmp_path / "link", [])
+    assert target.read_text() == "[]\n" and target.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "new", "numbers.json"]
+    write_json(Path(os.devnull), {})
+    assert Path(os.devnull).is_char_device()
