@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.evaluation import sandbox
-from specjax.evaluation.box import messages, scratch
+from specjax.evaluation.box import messages, scratch, system_calls
 from specjax.evaluation.sandbox import Outcome, Program, run
 from tests.support import attacked
 
@@ -108,6 +110,11 @@ def test_tests_do_not_catch_the_end_of_the_program() -> None:
     assert judged("def f(): raise SystemExit", tests).passed
 
 
+def test_a_program_sees_no_other_process() -> None:
+    outcome = judged("import os\nf = os.getpid", "assert f() == 1")
+    assert outcome.passed == (outcome.walls == "namespaces")
+
+
 def test_what_is_printed_is_not_a_verdict() -> None:
     assert not judged("print('namespaces'); print('+', flush=True); assert False").passed
 
@@ -118,6 +125,30 @@ def test_a_report_that_is_not_one_is_a_failure(report: bytes, monkeypatch: Any) 
     assert not run(Program("")).passed
     with pytest.raises(OSError, match="the sandbox does not work on this system"):
         sandbox.check()
+
+
+# The keeper is trusted; what it writes is bounded all the same.
+@pytest.mark.parametrize(
+    "keeper",
+    ["while True: print('a' * 9999)", "print('[' * 3000)", "import os; os.abort()", "1 / 0"],
+)
+def test_a_keeper_that_fails(keeper: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sandbox, "_START", keeper)
+    outcome = run(Program(""))
+    assert not outcome.passed and len(outcome.reason) < 10_000
+
+
+def test_a_message_that_is_too_long() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"\xff\xff\xff\x7f")
+    with pytest.raises(ValueError, match="a message of 2147483647 bytes; at most 16777216"):
+        messages.receive(reader)
+    with pytest.raises(ValueError, match="a value takes 16777219 bytes; at most 16777216"):
+        messages.send(writer, "a" * (1 + (1 << 24)))
+    os.close(writer)
+    with pytest.raises(EOFError):
+        messages.receive(reader)
+    os.close(reader)
 
 
 # A message that the program's process makes up is read, or refused with one of these.
@@ -148,6 +179,91 @@ PLAIN = st.recursive(
 def test_plain_values_arrive_as_they_are(value: object) -> None:
     packed = json.loads(json.dumps(messages.pack(value, pytest.fail)))
     assert repr(messages.unpack(packed, pytest.fail)) == repr(value)  # NaN equals nothing
+
+
+def _filtered(machine: int, number: int, *arguments: int) -> int:
+    """What the filter says of a system call: 0 is yes, else the error."""
+    seen = {0: number, 4: machine, **{16 + 8 * i: each for i, each in enumerate(arguments)}}
+    instructions, place, value = system_calls._filter(4000), 0, 0
+    while True:
+        operation, if_true, if_false, operand = instructions[place]
+        place += 1
+        if operation == 0x06:
+            return 0 if operand == 0x7FFF0000 else operand & 0xFFFF
+        if operation == 0x20:
+            value = seen.get(operand, 0)
+        else:
+            true = {0x15: value == operand, 0x25: value > operand, 0x45: bool(value & operand)}
+            place += if_true if true[operation] else if_false
+
+
+@pytest.mark.parametrize("column", [0, 1], ids=["x86_64", "aarch64"])
+def test_the_filter(column: int, monkeypatch: Any) -> None:
+    machine = ("x86_64", "aarch64")[column]
+    monkeypatch.setattr(system_calls, "MACHINE", machine)
+    its, other, i386 = system_calls._ARCHITECTURES[machine], 0xC00000F3, 0x40000003
+    denied = {each[column] for each in system_calls._FORBIDDEN.values()} - {-1}
+    assert all(_filtered(its, each) == errno.EPERM for each in denied)
+    read, clone, kill, prctl, fcntl, pair = (
+        (0, 56, 62, 157, 72, 53), (63, 220, 129, 167, 25, 199),
+    )[column]  # fmt: skip
+    assert _filtered(its, read) == 0 and _filtered(its, read + (1 << 30)) == errno.ENOSYS
+    assert _filtered(other, read) == _filtered(i386, 2) == errno.EPERM
+    assert _filtered(its, 435) == _filtered(its, 452) == errno.ENOSYS
+    assert _filtered(its, clone, 17) == errno.EPERM and _filtered(its, clone, 0x3D0F00) == 0
+    assert _filtered(its, kill, 4000, 9) == 0 and _filtered(its, kill, 4001, 9) == errno.EPERM
+    assert _filtered(its, prctl, 1) == errno.EPERM and _filtered(its, prctl, 15) == 0
+    assert _filtered(its, fcntl, 0, 8) == errno.EPERM and _filtered(its, fcntl, 0, 3) == 0
+    assert _filtered(its, pair, 1, 2) == errno.EPERM and _filtered(its, pair, 1, 1 | 1 << 19) == 0
+
+
+# What each wall does alone, since the others would hide that one is missing.
+SHOW = """
+import json, os, socket, sys
+from box import landlock, namespaces
+walls, base, library = sys.argv[1:]
+if walls == "namespaces":
+    namespaces.enter(base, [library], 8)
+    namespaces.number_children_anew()
+else:
+    landlock.restrict([library], [base])
+reader, writer = os.pipe()
+if os.fork() == 0:
+    def works(action, *arguments):
+        try:
+            return action(*arguments) is not False
+        except OSError:
+            return False
+    print(json.dumps({
+        "first": os.getpid() == 1,
+        "network": len(socket.if_nameindex()) > 1,
+        "library": works(open, os.__file__),
+        "library to write": works(open, os.__file__, "a"),
+        "folder to write": works(open, "/tmp/new" if walls == "namespaces" else base + "/new", "w"),
+        "the rest": works(os.listdir, "/etc"),
+        "names of the rest": works(os.stat, "/etc/passwd"),
+        "the rest to write": works(os.mkdir, "/new"),
+    }), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("walls", ["namespaces", "landlock"])
+def test_each_wall_alone(walls: str, tmp_path: Path) -> None:
+    place = f"import sys; sys.path.insert(0, {str(Path(sandbox.__file__).parent)!r})\n"
+    library = str(Path(os.__file__).parent)
+    command = [sys.executable, "-c", place + SHOW, walls, str(tmp_path), library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "Operation not permitted" in done.stderr or "not implemented" in done.stderr:
+        pytest.skip(f"this system does not allow {walls}")
+    apart = walls == "namespaces"
+    assert json.loads(done.stdout) == {
+        "first": apart, "network": not apart and len(socket.if_nameindex()) > 1, "library": True,
+        "library to write": False, "folder to write": True, "the rest": False,
+        "names of the rest": not apart, "the rest to write": False,
+    }  # fmt: skip
 
 
 # A killed evaluator leaves no process, and its folder to the next one to come; the folder of a

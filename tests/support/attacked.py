@@ -155,9 +155,12 @@ def _surroundings(folder: Path) -> Iterator[Any]:
         yield places, harm
 
 
-def _state(path: Path) -> tuple[Any, ...]:
-    found = path.stat()
-    return path.read_text(), found.st_mode, found.st_uid, found.st_mtime_ns, found.st_ctime_ns
+def _state(path: Path) -> tuple[Any, ...] | None:
+    try:
+        found = path.stat()
+        return path.read_text(), found.st_mode, found.st_uid, found.st_mtime_ns, found.st_ctime_ns
+    except OSError:
+        return None
 
 
 def _reached(listening: socket.socket) -> bool:
@@ -173,7 +176,7 @@ def living(base: Path) -> list[int]:
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if str(base) in each.read_text() and int(each.parent.name) != os.getpid():
+            if str(base).encode() in each.read_bytes() and int(each.parent.name) != os.getpid():
                 found.append(int(each.parent.name))
     return found
 
