@@ -188,8 +188,6 @@ def _naming(file: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    except KeyError as error:
-        raise ValueError(f"{file}: the field {error} is missing") from error
 
 
 def _config(fields: Fields, generation: Fields) -> ModelConfig:

@@ -111,6 +111,8 @@ def _default(value: Any, file: Path) -> str | None:
     if isinstance(value, list):
         named = [each for each in value if isinstance(each, dict)]
         value = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    elif isinstance(value, dict):
+        value = value.get("default")
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{file}: chat_template must be a text, got {shown(value)}")
     return value

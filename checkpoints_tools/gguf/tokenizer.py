@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from checkpoints_tools.chat.template import ChatTemplate, check_length
 from checkpoints_tools.gguf.header import Header
 from checkpoints_tools.tokenizer import SPACE, Tokenizer, one_sentence
-from specjax.checks import shown
+from specjax.checks import Whole, shown
 
+LONGEST_UNION = 256  # characters of a token that is made of others; real ones have a few dozen
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens
 _WORDS = (  # Llama 3's split; Qwen's differs in the digits alone
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
@@ -56,7 +57,8 @@ def gguf_tokenizer(header: Header) -> Tokenizer:
         else:
             raise ValueError(f"its kind {shown(kind)} is not supported; supported: gpt2, llama")
         _add_tokens(backend, header, tokens)
-    return Tokenizer(backend, header.file, _chat_template(header, tokens))
+        chat = _chat_template(header, tokens)
+    return Tokenizer(backend, header.file, chat)
 
 
 def _byte_level(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
@@ -91,7 +93,7 @@ def _sentencepiece(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
     if scores.shape != (len(tokens),):
         raise ValueError("tokenizer.ggml.scores must hold a number for every token")
     ids = {token: index for index, token in enumerate(tokens)}
-    unknown = header.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = _token_id(header, tokens, "unknown") or 0
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=ids, merges=_merges(tokens, ids, scores), unk_token=tokens[unknown],
@@ -118,7 +120,8 @@ def _merges(
     """The pairs of tokens whose union is a token, those with the best unions first."""
     found = []
     for token in tokens:
-        pairs = ((token[:end], token[end:]) for end in range(1, len(token)))
+        ends = range(1, len(token) if len(token) <= LONGEST_UNION else 0)
+        pairs = ((token[:end], token[end:]) for end in ends)
         known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
         known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         found += [(scores[ids[token]], pair) for pair in known]
@@ -139,7 +142,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, header: Header, tokens: list[str]
     begins = sentencepiece or PRE_TOKENIZERS.get(header.get("tokenizer.ggml.pre")) == "llama3"
     names = {}
     for name, place, default in (("bos", "begin", begins), ("eos", "end", False)):
-        token = header.get(f"tokenizer.ggml.{name}_token_id")
+        token = _token_id(header, tokens, name)
         if token is not None and header.get(f"tokenizer.ggml.add_{name}_token", default):
             names[place] = (tokens[token], token)
     if names:
@@ -149,13 +152,23 @@ def _add_tokens(backend: tokenizers.Tokenizer, header: Header, tokens: list[str]
         )
 
 
+def _token_id(header: Header, tokens: list[str], name: str) -> int | None:
+    """A token that has a part to play, None if none has it. Raises ValueError if there is no such
+    token."""
+    field = f"tokenizer.ggml.{name}_token_id"
+    value: int | None = header.get(field)
+    if value is not None:
+        Whole(0, len(tokens) - 1)(field, value)
+    return value
+
+
 def _chat_template(header: Header, tokens: list[str]) -> ChatTemplate | None:
     text = header.get("tokenizer.chat_template")
     if not isinstance(text, str):
         return None
     check_length(text, header.file)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: header.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
+    ids = {ours: _token_id(header, tokens, theirs) for ours, theirs in names.items()}
     special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
     return ChatTemplate(text, special, str(header.file))
 

@@ -81,6 +81,6 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], AwqLayout]:
     check_option("version", version, ("gemm",))
     check_option("bits", fields.get("bits", 4), (4,))
     layout = AwqLayout(
-        read_group_size(fields.get("group_size", 128)), bool(fields.get("zero_point", True))
+        read_group_size(fields.get("group_size", 128)), fields.get("zero_point") is not False
     )
     return lambda module: layout

@@ -104,8 +104,8 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
     check_option("sparsity_config.format", sparsity, ("dense",))
     layouts = {
         target: _layout(scheme, fields.get("format"))
-        for scheme in fields.get("config_groups", {}).values()
-        for target in scheme["targets"]
+        for scheme in (fields.get("config_groups") or {}).values()
+        for target in _needed(scheme, "targets")
     }
     # A layer's own name takes precedence over a pattern, and a pattern over the class.
     ranked = sorted(layouts, key=lambda target: (target == "Linear", target.startswith("re:")))
@@ -120,8 +120,15 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
     return layout_of
 
 
+def _needed(fields: Mapping[str, Any], name: str) -> Any:
+    """The value of a field; null means that it is absent. Raises ValueError if it is."""
+    if fields.get(name) is None:
+        raise ValueError(f"quantization_config: the field {name!r} is missing")
+    return fields[name]
+
+
 def _layout(scheme: Mapping[str, Any], default_format: str | None) -> Layout:
-    weights = scheme["weights"]
+    weights = _needed(scheme, "weights")
     name: Any = scheme.get("format") or default_format
     check_option("format", name, tuple(FORMATS))
     check_option("weights.type", weights.get("type", "int"), (FORMATS[name],))
@@ -131,7 +138,7 @@ def _layout(scheme: Mapping[str, Any], default_format: str | None) -> Layout:
     check_option("weights.strategy", weights.get("strategy"), STRATEGIES)
     per_output = weights["strategy"] == "channel"
     group_size = None if per_output else read_group_size(weights.get("group_size"))
-    return PackedLayout(weights["num_bits"], group_size, bool(weights.get("symmetric", True)))
+    return PackedLayout(weights["num_bits"], group_size, weights.get("symmetric") is not False)
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -105,7 +105,7 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], GptqLayout]:
     layout = GptqLayout(
         fields["bits"],
         read_group_size(fields.get("group_size", 128)),
-        symmetric=bool(fields.get("sym", True)),
+        symmetric=fields.get("sym") is not False,
         version=VERSIONS[version],
     )
     return lambda module: layout

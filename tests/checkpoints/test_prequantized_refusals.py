@@ -164,7 +164,7 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         (
             PACKED, PACKED_PACKER,
             lambda path: set_config(path, PACKED | {"config_groups": {"W4A16": {}}}),
-            "{}/config.json: the field 'targets' is missing",
+            "{}/config.json: quantization_config: the field 'targets' is missing",
         ),
         (
             PACKED, PACKED_PACKER,

@@ -6,14 +6,27 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 from hypothesis import strategies as st
 
+# A reader is prepared in a folder: what reads a case, and the cases.
+Reader = tuple[Callable[[Any], object], st.SearchStrategy[Any]]
 CASES = int(os.environ.get("SPECJAX_FUZZ_CASES", "0"))  # of every reader; 0: as the time allows
 _BATCH = 100
 _LONGEST = 20  # seconds that one case may take on a busy machine
+
+
+def reads(file: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
+    """Reads after a case has become the contents of a file."""
+
+    def write_and_read(data: bytes) -> object:
+        file.write_bytes(data)
+        return read()
+
+    return write_and_read
 
 
 class HangError(BaseException):
