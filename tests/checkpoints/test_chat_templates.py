@@ -68,6 +68,7 @@ CHANGES: list[dict[str, Any]] = [
     {"bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False}, "eos_token": None},
     {"chat_template": [{"name": "default", "template": "{{ eos_token }}"},
                        {"name": "tool_use", "template": "no"}]},
+    {"chat_template": {"default": "{{ eos_token }}{{ messages[0].content }}", "tool_use": "no"}},
 ]  # fmt: skip
 
 

@@ -210,3 +210,14 @@ def test_a_path_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match="is neither a directory nor a GGUF file"):
         specjax.load(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bos_token_id", CONFIG.vocab_size), ("padding_token_id", 2**31), ("eos_token_id", "</s>")],
+)
+def test_tokens_that_are_not_there(tmp_path: Path, field: str, value: int | str) -> None:
+    changes = fields() | {f"tokenizer.ggml.{field}": value}
+    file = write_gguf(tmp_path / "odd.gguf", changes, {})
+    with pytest.raises(ValueError, match=rf"tokenizer\.ggml\.{field} must be an integer from 0 to"):
+        specjax.load_tokenizer(file)

@@ -168,6 +168,16 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
         ),
         (
             PACKED, PACKED_PACKER,
+            lambda path: set_config(path, PACKED | {"config_groups": {"W4A16": {"targets": None}}}),
+            "{}/config.json: quantization_config: the field 'targets' is missing",
+        ),
+        (
+            PACKED, PACKED_PACKER, lambda path: set_config(path, PACKED | {"config_groups": None}),
+            "config.json of {} has no quantization_config for the tensor "
+            "model.layers.0.self_attn.q_proj.weight_packed",
+        ),
+        (
+            PACKED, PACKED_PACKER,
             lambda path: set_config(path, PACKED | {"config_groups": {"W4A16": ["Linear"]}}),
             "{}/config.json: quantization_config.config_groups.W4A16 must be an object, got "
             "['Linear']",
