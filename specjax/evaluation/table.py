@@ -72,7 +72,7 @@ def fidelity_rows(
       out: a folder for the files of results, one per line of the table.
       progress: called with the method and its progress after every item.
       options: the other options of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits,
-        chat.
+        chat, unsafe.
 
     Yields:
       Each line as soon as it is measured.

@@ -7,10 +7,12 @@ import dataclasses
 import errno
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.evaluation import sandbox
-from specjax.evaluation.box import messages, scratch, system_calls
+from specjax.evaluation.box import messages, scratch, system_calls, tests_side
 from specjax.evaluation.sandbox import Outcome, Program, run
 from tests.support import attacked
 
@@ -283,6 +285,37 @@ def test_a_killed_evaluator(refused: list[str], tmp_path: Path) -> None:
     _wait(lambda: len(attacked.living(tmp_path)) >= 4)
     assert _evaluator("", refused, tmp_path, seconds=5).communicate()[0] == "True"
     assert living.communicate()[0] == "True"
+    assert list(tmp_path.iterdir()) == []
+
+
+# A program that began before its process was tied to the keeper could outlive a keeper that dies
+# in between: it begins when its process has said that it is tied.
+def test_a_program_waits_until_its_process_is_tied() -> None:
+    requests, to_program = os.pipe()
+    replies, to_tests = os.pipe()
+    tests = json.dumps({"given": "", "names": [], "tests": ""}).encode()
+    with ThreadPoolExecutor() as pool:
+        verdict = pool.submit(tests_side.judge, tests, to_program, replies)
+        assert messages.receive(requests) == ["ready"]
+        assert select.select([requests], [], [], 0.1)[0] == []
+        os.close(to_tests)
+        assert "it exited by itself" in str(verdict.result())
+    for each in (requests, to_program, replies):
+        os.close(each)
+
+
+@LINUX
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("refused", [[], ["namespaces"]], ids=["all", "no namespaces"])
+def test_evaluators_killed_at_any_moment(refused: list[str], tmp_path: Path) -> None:
+    for number in range(30):
+        source = "open('note', 'w')\nimport time\ntime.sleep(60)"
+        evaluator = _evaluator(source, refused, tmp_path, seconds=60)
+        time.sleep(0.05 + 0.005 * number)
+        evaluator.kill()
+        evaluator.wait()
+        _wait(lambda: not attacked.living(tmp_path))
+    assert _evaluator("", refused, tmp_path, seconds=5).communicate()[0] == "True"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,8 +71,8 @@ def main() -> None:
     refuse(setting["refused"])
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        os.chown(folder, setting["user"], setting["user"])
         if setting["user"] != os.geteuid():
+            os.chown(folder, setting["user"], setting["user"])
             os.setgroups([])
             os.setresgid(*[setting["user"]] * 3)
             os.setresuid(*[setting["user"]] * 3)

@@ -100,6 +100,7 @@ def judge(tests: bytes, requests: int, replies: int) -> str | None:
     program = _Program(requests, replies)
     try:
         parts = json.loads(tests)
+        program.ask("ready")  # it dies with the keeper from then on, and not a moment later
         program.ask("run")
         namespace: dict[str, object] = {"__name__": "tests"}
         exec(compile(parts["given"], "given.py", "exec"), namespace)
