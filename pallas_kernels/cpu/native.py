@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import warnings
 from functools import lru_cache
 
 import jax
+
+from pallas_kernels.cpu.library import find
 
 WEIGHT_KINDS = ("Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32")
 HANDLERS = (
@@ -19,10 +20,7 @@ HANDLERS = (
     "specjax_probe_read",
     "specjax_probe_multiply",
 )
-_NOT_BUILT = (
-    "specjax was installed without a working C++ compiler: on this CPU XLA alone multiplies 4-bit "
-    "weights, some three to twenty times slower; install it again with a compiler"
-)
+_SLOW = "until then XLA alone multiplies 4-bit weights, some three to twenty times slower"
 
 
 @lru_cache(maxsize=1)
@@ -31,12 +29,12 @@ def instruction_sets() -> tuple[str, ...]:
 
     The handlers are registered with XLA by the first call.
     """
-    spec = importlib.util.find_spec("pallas_kernels.cpu._native")
-    if spec is None or spec.origin is None:
+    file, reason = find()
+    if file is None:
         if jax.default_backend() == "cpu":
-            warnings.warn(_NOT_BUILT, RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{reason}; {_SLOW}", RuntimeWarning, stacklevel=2)
         return ()
-    library = ctypes.CDLL(spec.origin)
+    library = ctypes.CDLL(str(file))
     for name in HANDLERS:
         handler = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
@@ -47,7 +45,7 @@ def instruction_sets() -> tuple[str, ...]:
 def check_available(what: str, instruction_set: str | None) -> None:
     """Raises ValueError unless the library was built and this machine has the instruction set."""
     if not instruction_sets():
-        raise ValueError(f"{what} was not built: specjax was installed without a C++ compiler")
+        raise ValueError(f"{what} has no C++ library: {find().reason}")
     if instruction_set is not None and instruction_set not in instruction_sets():
         raise ValueError(
             f"instruction_set must be one of {', '.join(instruction_sets())}, "

@@ -10,11 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from pallas_kernels.cpu.library import find
 from pallas_kernels.cpu.native import instruction_sets
 from tests.conftest import ROOT
 
@@ -69,7 +69,7 @@ def test_every_kernel(processor: str, expected: list[str], program: Path, tmp_pa
     # A processor is given nothing that it lacks, or the emulator would end the program.
     found = hashes(EMULATOR, "-cpu", processor, "-L", LIBRARIES, str(program))
     assert list(found) == expected
-    library = find_spec("pallas_kernels.cpu._native")
+    library = find().file
     if library is not None and instruction_sets()[0] != "portable":
-        here = hashes(str(link("g++", Path(str(library.origin)), tmp_path / "check")))
+        here = hashes(str(link("g++", library, tmp_path / "check")))
         assert set(found.values()) == {here[instruction_sets()[0]]}

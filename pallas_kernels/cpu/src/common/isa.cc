@@ -121,6 +121,13 @@ const Kernels* find_kernels(std::string_view name) {
 
 }  // namespace specjax
 
+#ifndef SPECJAX_SOURCES
+#define SPECJAX_SOURCES ""
+#endif
+
+// The digest of the sources that this library was built from (../../sources.py).
+extern "C" const char* specjax_sources() { return SPECJAX_SOURCES; }
+
 // Names of the instruction sets this machine can run, one per line, best first.
 extern "C" const char* specjax_instruction_sets() {
   static const std::string names = [] {
