@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt16
 from pallas_kernels import attention_reference, cpu, mosaic_tpu, triton_gpu
 from pallas_kernels.attention_reference import BLOCK as BLOCK
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
+from pallas_kernels.settings import own_settings
 
 
 def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -46,6 +47,7 @@ IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
 
 
 @partial(jax.jit, static_argnames=("window", "head_scale", "implementation"))
+@own_settings()
 def attention(
     queries: Float[Array, "B T H E"],
     keys: Float32[Array, "B S K E"] | UInt16[Array, "B S K E"] | QuantizedEntries,

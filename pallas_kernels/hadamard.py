@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from pallas_kernels import cpu
+from pallas_kernels.settings import own_settings
 
 # Per m, four symmetric sequences of ±1 with period m whose periodic autocorrelations add up to
 # zero. Bit i is set where entries i + 1 and m - i - 1 are -1. A computer search found them.
@@ -39,6 +40,7 @@ WILLIAMSON = {
 
 
 @partial(jax.jit, static_argnames="axis")
+@own_settings()
 def hadamard(x: Float32[Array, "*shape"], axis: int = -1) -> Float32[Array, "*shape"]:
     """Rotates one axis by a Hadamard matrix: y = H · x / √n, in blocks where there is none for n.
 

@@ -20,6 +20,7 @@ from pallas_kernels.activations import Activation, check_activation, clip_activa
 from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.rounding import check_float
+from pallas_kernels.settings import own_settings
 
 
 @runtime_checkable
@@ -69,6 +70,7 @@ def matmul(
     implementation: Implementation | None = ...,
 ) -> tuple[Float[Array, "*rows _"], ...]: ...
 @partial(jax.jit, static_argnames=("activation", "implementation"))
+@own_settings()
 def matmul(
     x: Float[Array, "*rows K"],
     weight: Weight | tuple[Weight, ...],

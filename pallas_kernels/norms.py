@@ -13,9 +13,11 @@ from jaxtyping import Array, Float
 from pallas_kernels import cpu
 from pallas_kernels.rounding import check_float, round_to
 from pallas_kernels.row_tiles import map_row_tiles
+from pallas_kernels.settings import own_settings
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype"))
+@own_settings()
 def rms_norm(
     x: Float[Array, "*rows D"],
     scale: Float[Array, " D"],

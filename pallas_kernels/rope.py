@@ -16,9 +16,11 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import cpu
 from pallas_kernels.rounding import check_float, round_to
+from pallas_kernels.settings import own_settings
 
 
 @partial(jax.jit, static_argnames="dtype")
+@own_settings()
 def rotate(
     x: Float32[Array, "*rows H E"],
     cos: Float32[Array, "*rows E//2"],

@@ -18,6 +18,7 @@ import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
+from pallas_kernels.settings import own_settings
 from specjax.checks import check_integer
 from specjax.evaluation.scoring import score_logits
 from specjax.model.config import ModelConfig
@@ -172,6 +173,7 @@ def _read_batch(
 
 
 @partial(jax.jit, static_argnames=("activation", "wanted"), donate_argnames="cache")
+@own_settings()
 def _read_chunk(
     params: Params, tokens: jax.Array, cache: KVCache, activation: Activation, wanted: bool
 ) -> _Scored:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.row_tiles import map_row_tiles
+from pallas_kernels.settings import own_settings
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, on_mesh
 from specjax.model.params import Params
@@ -50,6 +51,7 @@ def score_tokens(
 
 
 @partial(jax.jit, static_argnames=("activation", "cache_bits"))
+@own_settings()
 def _score(
     params: Params, tokens: jax.Array, activation: Activation, cache_bits: int
 ) -> tuple[jax.Array, jax.Array]:

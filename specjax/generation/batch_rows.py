@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.settings import own_settings
 from specjax.generation.decoding import Rows, begin, empty_cache
 from specjax.generation.request import Request
 from specjax.model.kv_cache import KVCache
@@ -60,12 +61,13 @@ def read_chunk(job: Job, prompt: PromptReading) -> PromptReading:
         return prompt
     chunk = np.zeros((1, CHUNK), np.int32)
     chunk[0, : end - prompt.done] = prompt.tokens[prompt.done : end]
-    cache = prompt.cache.with_lengths(jnp.array([prompt.done]))
+    cache = prompt.cache.with_lengths(jnp.array([prompt.done], jnp.int32))
     cache = _chunk(job.params, chunk, cache, job.request.activation)
     return prompt._replace(cache=cache, done=end)
 
 
 @partial(jax.jit, donate_argnames="cache", static_argnames="activation")
+@own_settings()
 def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activation) -> KVCache:
     def read(params: Params, tokens: jax.Array, cache: KVCache) -> KVCache:
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
@@ -80,19 +82,21 @@ def admit(
     """Returns the batch's state with a prompt in one of its rows."""
     tokens = np.zeros((1, job.width), np.int32)
     tokens[0, : len(prompt.tokens)] = prompt.tokens
-    lengths = jnp.array([len(prompt.tokens)])
+    lengths = jnp.array([len(prompt.tokens)], jnp.int32)
     key = None if keys is None else keys[prompt.number][None]
     one = _begin(job.params, job.request, prompt.cache, Rows(jnp.asarray(tokens), lengths, key))
-    after: DecodeState = _insert(state, one, row, job.params.mesh)
+    after: DecodeState = _insert(state, one, np.int32(row), job.params.mesh)
     return after
 
 
 @jax.jit
+@own_settings()
 def _begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
     return on_mesh(begin, params.mesh, (params, request), (cache, rows))
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames="mesh")
+@own_settings()
 def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeState:
     """Puts one row's state into the batch's: rows are the first axis of every leaf."""
 
@@ -107,6 +111,7 @@ def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | N
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames="mesh")
+@own_settings()
 def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeState:
     """Returns the batch's state with one of its rows finished."""
 
@@ -118,6 +123,7 @@ def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeStat
 
 
 @partial(jax.jit, donate_argnames="state")
+@own_settings()
 def run_rounds(
     params: Params, request: Request, state: DecodeState, limit: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
@@ -144,6 +150,7 @@ def run_rounds(
 
 
 @jax.jit
+@own_settings()
 def _one_row(params: Params, request: Request) -> KVCache:
     return on_mesh(partial(empty_cache, rows=1), params.mesh, (params, request), ())
 

@@ -200,7 +200,7 @@ def _serve(
             for row in [row for row in running if finished[row] or row in ends]:
                 completion = _completion(job, state, row, ends.get(row))
                 if not finished[row]:
-                    state = end_row(state, row, job.params.mesh)
+                    state = end_row(state, np.int32(row), job.params.mesh)
                 totals = _add(totals, completion)
                 yield running.pop(row), completion
             if progress is not None:
@@ -211,7 +211,7 @@ def _run_rounds(
     job: Job, state: DecodeState, totals: Progress, limit: int
 ) -> tuple[DecodeState, Progress]:
     before = int(jnp.sum(state.stats.rounds))
-    state, rounds = run_rounds(job.params, job.request, state, limit)
+    state, rounds = run_rounds(job.params, job.request, state, np.int32(limit))
     totals = dataclasses.replace(
         totals,
         useful_rounds=totals.useful_rounds + int(jnp.sum(state.stats.rounds)) - before,

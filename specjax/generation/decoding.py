@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.settings import own_settings
 from specjax.generation.prompts import Prompt, normalize_prompt
 from specjax.generation.request import Options, Request, row_keys
 from specjax.model.kv_cache import KVCache
@@ -165,6 +166,7 @@ def checked_rows(
 
 
 @jax.jit
+@own_settings()
 def _decode(params: Params, request: Request, rows: Rows) -> DecodeResult:
     """The whole loop in one program, so that the cache is never copied."""
     result = on_mesh(_decode_rows, params.mesh, (params, request), (rows,), out=ROWS)
@@ -172,6 +174,7 @@ def _decode(params: Params, request: Request, rows: Rows) -> DecodeResult:
 
 
 @jax.jit
+@own_settings()
 def _start(params: Params, request: Request, rows: Rows) -> DecodeState:
     return on_mesh(_start_rows, params.mesh, (params, request), (rows,))
 

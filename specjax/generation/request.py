@@ -136,7 +136,8 @@ def row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError(f"key must be made by jax.random.key, got {key!r}")
     if key.ndim == 0:
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+        numbers = jnp.arange(rows, dtype=jnp.int32)
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
     if key.shape != (rows,):
         raise ValueError(f"key must be one key or one per row, shape ({rows},), got {key.shape}")
     return key

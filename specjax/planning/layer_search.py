@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation
+from pallas_kernels.settings import own_settings
 from pallas_kernels.weight_values import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
@@ -155,6 +156,7 @@ def _through(
 
 
 @partial(jax.jit, static_argnames=("config", "activation"))
+@own_settings()
 def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: Activation) -> jax.Array:
     """Runs one layer over whole sequences without context."""
     rows, width, _ = x.shape
@@ -165,6 +167,7 @@ def _run(layer: Layer, x: jax.Array, config: ModelConfig, activation: Activation
 
 
 @partial(jax.jit, static_argnames="activation")
+@own_settings()
 def _choices(params: Params, x: jax.Array, activation: Activation) -> jax.Array:
     """Returns the greedy choice at every position. [S, T, D] -> int32[S, T]."""
 

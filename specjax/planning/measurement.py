@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.settings import own_settings
 from specjax.checks import check_integer
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, start
@@ -244,6 +245,7 @@ class _Rounds:
 
 
 @partial(jax.jit, static_argnames=("drafts", "activation", "layers"), donate_argnames="state")
+@own_settings()
 def _verify_repeatedly(
     params: Params,
     state: DecodeState,
@@ -265,6 +267,7 @@ def _verify_repeatedly(
 
 
 @partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
+@own_settings()
 def _draft_and_verify(
     params: Params,
     state: DecodeState,

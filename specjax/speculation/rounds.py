@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.settings import own_settings
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, on_mesh, row_specs
 from specjax.model.params import Params
@@ -22,6 +23,7 @@ from specjax.speculation.verification import verify
 
 
 @partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
+@own_settings()
 def step(
     params: Params,
     state: DecodeState,
