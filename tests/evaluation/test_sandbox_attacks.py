@@ -116,7 +116,7 @@ def _run(
     unsafe: bool = False,
     python: str | None = None,
 ) -> dict[str, Any]:
-    if user is None or user == NOBODY and os.geteuid() != 0:
+    if user is None or (user == NOBODY and os.geteuid() != 0):
         user = os.geteuid()
     if user == 0 != os.geteuid():
         pytest.skip("this is not the superuser")
