@@ -6,7 +6,27 @@ from typing import TYPE_CHECKING, Any
 from specjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from checkpoints_tools.checkpoint import save as save
+    from checkpoints_tools.conversion import convert as convert
+    from checkpoints_tools.conversion import quantize_checkpoint as quantize_checkpoint
+    from checkpoints_tools.exporting import export as export
+    from checkpoints_tools.loading import load as load
+    from checkpoints_tools.loading import load_tokenizer as load_tokenizer
+    from checkpoints_tools.quantization import quantize as quantize
+    from checkpoints_tools.quantization.calibration import calibration_tokens as calibration_tokens
     from specjax.api import *  # noqa: F403
+
+# Most stand on this package, and need libraries that decoding does not.
+_TOOLS = {
+    "calibration_tokens": "checkpoints_tools.quantization.calibration",
+    "convert": "checkpoints_tools.conversion",
+    "export": "checkpoints_tools.exporting",
+    "load": "checkpoints_tools.loading",
+    "load_tokenizer": "checkpoints_tools.loading",
+    "quantize": "checkpoints_tools.quantization",
+    "quantize_checkpoint": "checkpoints_tools.conversion",
+    "save": "checkpoints_tools.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -14,9 +34,16 @@ def __getattr__(name: str) -> Any:
 
     JAX takes a second to import. A command must hear Ctrl-C before that second begins.
     """
-    api = import_module("specjax.api")
-    return globals()[name] if name in globals() else getattr(api, name)
+    if name in _TOOLS:
+        return getattr(import_module(_TOOLS[name]), name)
+    api = import_module("specjax.api")  # which makes its packages attributes of this one
+    if name == "__all__":
+        return sorted([*api.__all__, *_TOOLS])
+    for names in (globals(), vars(api)):
+        if name in names:
+            return names[name]
+    raise AttributeError(f"module 'specjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return dir(import_module("specjax.api"))
+    return sorted({*globals(), *__getattr__("__all__")})

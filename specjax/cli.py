@@ -31,18 +31,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return interruption.CLOSED_PIPE
     except (ValueError, OSError) as error:
-        print(f"specjax: {printable(error, 2000)}", file=sys.stderr)
-        return 1
+        return _refuse(error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):  # of XLA
+            raise
+        reason = str(error).partition("\n")[0]
+        return _refuse(f"memory has run out: {reason}")
     return 0
+
+
+def _refuse(reason: object) -> int:
+    print(f"specjax: {printable(reason, 2000)}", file=sys.stderr)
+    return 1
 
 
 def run() -> NoReturn:
     """Runs the command of this process, and ends it."""
     interruption.listen("specjax")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # the work is done: a name shall not stop it
+        sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot show, it still prints
     interruption.end(main())
 
 

@@ -80,6 +80,23 @@ def test_outputs_and_texts(folder: Path, command: str, message: str, capsys) -> 
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 5 GiB"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\nand pages more"),
+    ],
+)
+def test_memory_that_runs_out(error: Exception, folder: Path, monkeypatch, capsys) -> None:
+    def load(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("specjax.load", load)
+    assert main(["generate", "x"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("specjax: memory has run out: ") and printed.count("\n") == 1
+
+
 def test_what_can_be_written_is_accepted(tmp_path: Path) -> None:
     for name in ("new.json", "new/folders/out", "folder"):
         (tmp_path / "folder").mkdir(exist_ok=True)
