@@ -273,7 +273,7 @@ def test_bad_input_gets_one_clear_sentence(params, change, message) -> None:
         (lambda: specjax.QSpec(activation="a16"), "verifier's"),
         (lambda: specjax.QSpec(draft_length=1.5), "draft_length must be an integer, got 1.5"),
         (lambda: specjax.Sampling(temperature=0), r"temperature must be in \[1e-6, 1e6\], got 0"),
-        (lambda: specjax.Sampling(temperature="hot"), "temperature must be in .* got 'hot'"),
+        (lambda: specjax.Sampling(temperature="hot"), "temperature must be a number, got 'hot'"),
         (lambda: specjax.Sampling(top_k=2.5), "top_k must be an integer, got 2.5"),
         (lambda: specjax.Sampling(top_p=0), "top_p"),
         (lambda: specjax.Sampling(top_k=0), "top_k"),
