@@ -57,7 +57,7 @@ FORMATS = {
     "outliers": Outliers,
 }
 _CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
-OPTIONAL = ("zeros", "outliers", "order")  # parts that a weight may lack
+OPTIONAL = ("zeros", "minima", "outliers", "order")  # parts that a weight may lack
 _STATIC: Mapping[str, Check] = {"in_features": SIZE, "activation_clip": Number(1, above=0)}
 IN_MEMORY = ("out_features",)  # fields of interleaved weights; on disk, no weight is interleaved
 TOKENIZER_FILES = (

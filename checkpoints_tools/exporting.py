@@ -86,8 +86,12 @@ def _check(name: str, weight: Weight) -> None:
     """Raises ValueError if compressed-tensors cannot represent a weight."""
     if not isinstance(weight, Quantized):
         return
-    if isinstance(weight, Int4Weight) and weight.outliers is not None:
+    if name == "embedding":
+        reason = "is looked up by rows, and only linear layers are quantized there"
+    elif isinstance(weight, Int4Weight) and weight.outliers is not None:
         reason = "has outlier columns"
+    elif not isinstance(weight, Mxfp4Weight) and weight.minima is not None:
+        reason = "has minima, where the format has integer zeros"
     elif not isinstance(weight, Mxfp4Weight) and weight.order is not None:
         reason = "has its columns in another order than the inputs"
     elif weight.in_features % (weight.group_size or 1):

@@ -6,8 +6,8 @@ high one. So a nibble plane is 128 consecutive inputs, which is the default grou
 never interleaves. Integers are two's complement, floats E2M1.
 
 The columns of a weight may be stored in another order than the model's inputs, so that inputs of
-one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales and zeros follow the
-stored order.
+one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales, zeros and minima
+follow the stored order.
 
 For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.interleave`). The shapes
 below are those of a weight that is stored row by row.
@@ -19,6 +19,7 @@ quantization recipes (`checkpoints_tools.quantization`) and arithmetic (`pallas_
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,22 @@ def padded_inputs(k: int) -> int:
     return -(-k // BLOCK) * BLOCK
 
 
+class _Arrays:
+    """What all formats share."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int8Weight:
-    """An 8-bit matrix: w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g], g = k // group_size.
+class Int8Weight(_Arrays):
+    """An 8-bit matrix, g = k // group_size:
+
+        w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g]
+        w[n, k] = (q[n, k] + 128) · scales[n, g] + minima[n, g]      where there are minima
 
     integers: int8[N, padded K] (`padded_inputs`).
     scales: bf16, f16 or f32[N, groups], where groups covers the padded inputs, or [N, 1] where
@@ -50,6 +63,8 @@ class Int8Weight:
     order: int32[K], a permutation: stored column k multiplies input order[k]. None for the inputs'
         own order.
     out_features: N where the rows are interleaved, else None.
+    minima: the values of the smallest integer, of the scales' shape and dtype. Minima of padding
+        are zero. None without; a weight with minima has no zeros.
     """
 
     integers: jax.Array
@@ -59,16 +74,13 @@ class Int8Weight:
     zeros: jax.Array | None = None
     order: jax.Array | None = None
     out_features: int | None = jax.tree.static(default=None)
+    minima: jax.Array | None = None
+    smallest: ClassVar[int] = -128  # of the integers
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs, inputs."""
         return self.out_features or self.integers.shape[0], self.in_features
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
 @jax.tree_util.register_dataclass
@@ -87,8 +99,11 @@ class Outliers:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int4Weight:
-    """A 4-bit matrix: w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g], g = k // group_size.
+class Int4Weight(_Arrays):
+    """A 4-bit matrix, g = k // group_size:
+
+        w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g]
+        w[n, k] = (q[n, k] + 8) · scales[n, g] + minima[n, g]        where there are minima
 
     packed: uint8[N, ceil(K / 256) · 128], two weights per byte (layout above), q in -8 … 7.
     scales: bf16, f16 or f32[N, groups], where groups covers the padded inputs, or [N, 1] where
@@ -102,6 +117,8 @@ class Int4Weight:
     activation_clip: the share of a group's largest activation that "a4" represents; larger ones are
         clipped (Atom, section 4.2).
     out_features: N where the rows are interleaved, else None.
+    minima: the values of the smallest integer, of the scales' shape and dtype. Minima of padding
+        are zero. None without; a weight with minima has no zeros and no outliers.
     """
 
     packed: jax.Array
@@ -113,21 +130,18 @@ class Int4Weight:
     order: jax.Array | None = None
     activation_clip: float = jax.tree.static(default=1.0)
     out_features: int | None = jax.tree.static(default=None)
+    minima: jax.Array | None = None
+    smallest: ClassVar[int] = -8  # of the integers
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs, inputs."""
         return self.out_features or self.packed.shape[0], self.in_features
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Mxfp4Weight:
+class Mxfp4Weight(_Arrays):
     """An MXFP4 matrix (OCP Microscaling): w[n, k] = e2m1(code[n, k]) · 2^(scales[n, g] - 127),
     g = k // 32.
 
@@ -141,6 +155,7 @@ class Mxfp4Weight:
     scales: jax.Array
     in_features: int = jax.tree.static()
     out_features: int | None = jax.tree.static(default=None)
+    smallest: ClassVar[int] = -12  # of the integers, which are twice the E2M1 values
 
     @property
     def group_size(self) -> int:
@@ -152,15 +167,10 @@ class Mxfp4Weight:
         """(N, K): outputs, inputs."""
         return self.out_features or self.packed.shape[0], self.in_features
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes and their scales."""
-        return self.packed.nbytes + self.scales.nbytes
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Bfloat16Weight:
+class Bfloat16Weight(_Arrays):
     """A bfloat16 matrix, stored as its bits.
 
     XLA:CPU would keep a float32 copy of a bfloat16 array.
@@ -177,11 +187,6 @@ class Bfloat16Weight:
         """(N, K): outputs, inputs."""
         n, k = self.bits.shape[:2]
         return (n, k) if self.out_features is None else (self.out_features, 2 * k)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.bits.nbytes
 
 
 Quantized = Int4Weight | Mxfp4Weight | Int8Weight
@@ -252,8 +257,9 @@ def int4_from_integers(
     group_size: int | None = 128,
     zeros: jax.Array | None = None,
     order: jax.Array | None = None,
+    minima: jax.Array | None = None,
 ) -> Int4Weight:
-    """Builds an `Int4Weight` from integers and their groups' scales and zeros.
+    """Builds an `Int4Weight` from integers and their groups' scales and zeros or minima.
 
     Args:
       q: int8[N, K] in -8 … 7.
@@ -261,13 +267,17 @@ def int4_from_integers(
       group_size: inputs per scale: 32, 64, 128, or None for one scale per output channel.
       zeros: int8 of the scales' shape; None for a symmetric weight.
       order: int32[K], the input of every column of q; None for the inputs' own order.
+      minima: the values of the integer -8, of the scales' shape and dtype; None without. A weight
+        has zeros or minima.
 
     Raises:
-      ValueError: shapes, dtypes or the group size do not fit together.
+      ValueError: shapes, dtypes or the group size do not fit together, or there are zeros and
+        minima.
     """
-    scales, zeros = _padded_scales_and_zeros(scales, zeros, q.shape, group_size)
-    _check_order(order, q.shape[1])
-    return Int4Weight(pack(q), scales, q.shape[1], group_size, zeros, order=order)
+    k = q.shape[1]
+    scales, zeros, minima = _padded_parts(q.shape, group_size, scales, zeros, minima)
+    _check_order(order, k)
+    return Int4Weight(pack(q), scales, k, group_size, zeros, order=order, minima=minima)
 
 
 def int8_from_integers(
@@ -276,8 +286,9 @@ def int8_from_integers(
     group_size: int | None = None,
     zeros: jax.Array | None = None,
     order: jax.Array | None = None,
+    minima: jax.Array | None = None,
 ) -> Int8Weight:
-    """Builds an `Int8Weight` from integers and their groups' scales and zeros.
+    """Builds an `Int8Weight` from integers and their groups' scales and zeros or minima.
 
     Args:
       q: int8[N, K].
@@ -285,15 +296,16 @@ def int8_from_integers(
       group_size: inputs per scale.
       zeros: the integers that stand for zero.
       order: the input of every column.
+      minima: the values of the integer -128.
 
     Raises:
-      ValueError: shapes, dtypes or the group size do not fit together.
+      ValueError: as `int4_from_integers`.
     """
     k = q.shape[1]
-    scales, zeros = _padded_scales_and_zeros(scales, zeros, q.shape, group_size)
+    scales, zeros, minima = _padded_parts(q.shape, group_size, scales, zeros, minima)
     _check_order(order, k)
     q = jnp.pad(q, ((0, 0), (0, padded_inputs(k) - k)))
-    return Int8Weight(q, scales, k, group_size, zeros, order)
+    return Int8Weight(q, scales, k, group_size, zeros, order, minima=minima)
 
 
 def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
@@ -310,13 +322,27 @@ def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
     return Mxfp4Weight(pack(codes.astype(jnp.int8)), scales, codes.shape[1])
 
 
-def _padded_scales_and_zeros(
-    scales: jax.Array, zeros: jax.Array | None, shape: tuple[int, ...], group_size: int | None
-) -> tuple[jax.Array, jax.Array | None]:
+def _padded_parts(
+    shape: tuple[int, ...],
+    group_size: int | None,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    minima: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Scales, zeros and minima, checked and padded."""
+    check_one_offset(zeros, minima)
     scales = _padded_groups("scales", scales, shape, group_size, SCALE_DTYPES)
     if zeros is not None:
         zeros = _padded_groups("zeros", zeros, shape, group_size, ("int8",))
-    return scales, zeros
+    if minima is not None:
+        minima = _padded_groups("minima", minima, shape, group_size, (scales.dtype.name,))
+    return scales, zeros, minima
+
+
+def check_one_offset(zeros: jax.Array | None, minima: jax.Array | None) -> None:
+    """Raises ValueError if a weight has zeros and minima."""
+    if zeros is not None and minima is not None:
+        raise ValueError("a weight must have zeros or minima, got both")
 
 
 def _check_order(order: jax.Array | None, k: int) -> None:
@@ -359,6 +385,15 @@ def e2m1_integers(codes: jax.Array) -> jax.Array:
     code = codes & 7  # to 0, 1, 2, 3, 4, 6, 8, 12: from 2 on two bits, the first set, shifted
     magnitude = jnp.where(code < 2, code, (2 | (code & 1)) << jnp.maximum((code >> 1) - 1, 0))
     return jnp.where(codes < 0, -magnitude, magnitude).astype(jnp.int8)
+
+
+def zero_points(weight: Quantized) -> jax.Array | None:
+    """The integers to which minima and scales are relative: int8[N, groups]. None for zero."""
+    if isinstance(weight, Mxfp4Weight):
+        return None
+    if weight.minima is None:
+        return weight.zeros
+    return jnp.full(weight.minima.shape, weight.smallest, jnp.int8)
 
 
 def group_scales(weight: Quantized) -> jax.Array:

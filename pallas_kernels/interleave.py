@@ -5,14 +5,15 @@ inputs for each of several neighbouring outputs. So the words of TILE rows stand
 
     [N, C] -> [ceil(N / TILE), C / per_word, TILE · per_word],  per_word values in a word
 
-Scales and zeros count as words of one value. Rows that the last tile lacks are zero. `by_rows` is
-the exact inverse.
+Scales, zeros and minima count as words of one value. Rows that the last tile lacks are zero.
+`by_rows` is the exact inverse.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from pallas_kernels.formats import Weight
 
 TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors take a part of a tile
 # The arrays of a weight that have a row per output, and how many of their values make a word.
-PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1}
+PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}
 
 AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
@@ -57,20 +58,28 @@ def by_rows(weight: AnyWeight) -> AnyWeight:
     return stored
 
 
-def interleaved_rows(values: jax.Array, indices: jax.Array, per_word: int) -> jax.Array:
-    """Some rows of an interleaved array.
+def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
+    """Returns some rows of a weight, stored row by row.
 
     Args:
-      values: [ceil(N / TILE), C / per_word, TILE · per_word].
-      indices: int[...], in 0 … N - 1.
-      per_word: values in a word.
+      weight: (N, K), interleaved or not; not a plain array.
+      indices: int[R], in 0 … N - 1.
 
     Returns:
-      [..., C].
+      (R, K).
     """
-    tiles, words, _ = values.shape
-    rows = values.reshape(tiles, words, TILE, per_word)[indices // TILE, :, indices % TILE]
-    return rows.reshape(*indices.shape, words * per_word)
+
+    def take(array: jax.Array, per_word: int) -> jax.Array:
+        if not is_interleaved(weight):
+            return array[indices]
+        tiles, words, _ = array.shape
+        rows = array.reshape(tiles, words, TILE, per_word)[indices // TILE, :, indices % TILE]
+        return rows.reshape(len(indices), words * per_word)
+
+    arrays = {name: take(array, per_word) for name, array, per_word in _matrices(weight)}
+    change = partial(some_rows, indices=indices)
+    rows: AnyWeight = _replace(weight, change, out_features=None, **arrays)
+    return rows
 
 
 def _matrices(weight: Any) -> Iterator[tuple[str, jax.Array, int]]:

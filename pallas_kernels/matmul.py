@@ -17,7 +17,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
 from pallas_kernels.activations import Activation, check_activation, clip_activations
-from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Weight
+from pallas_kernels.formats import (
+    Int4Weight,
+    Int8Weight,
+    Outliers,
+    Quantized,
+    Weight,
+    check_one_offset,
+)
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.rounding import check_float
 from pallas_kernels.settings import own_settings
@@ -195,6 +202,8 @@ def _check(
     for weight in weights:
         if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x must end in the weight's {weight.shape[1]} inputs, got {x.shape}")
+        if isinstance(weight, Int4Weight | Int8Weight):
+            check_one_offset(weight.zeros, weight.minima)
         if activation != "a16" and not isinstance(weight, Quantized):
             raise ValueError(
                 f"activation {activation!r} needs a quantized weight, got a 16- or 32-bit one"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation, quantize_activations
-from pallas_kernels.formats import Int8Weight, Quantized, check_plain_columns
+from pallas_kernels.formats import PLANE, Int8Weight, Quantized, check_plain_columns
 from pallas_kernels.rounding import check_float
 from pallas_kernels.weight_checks import check_arrays
 
@@ -40,6 +40,27 @@ def multiplicands(
         return quantize_activations(x.astype(jnp.float32), activation, group_size)
     groups = x.shape[1] // (group_size or x.shape[1])
     return x.astype(jnp.bfloat16), jnp.ones((x.shape[0], groups), jnp.float32)
+
+
+def group_parts(weight: Quantized) -> dict[str, jax.Array]:
+    """Scales, and zeros or minima where there are some: [N, groups] by name."""
+    parts = {name: getattr(weight, name, None) for name in ("scales", "zeros", "minima")}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def group_sums(values: jax.Array, group_size: int | None) -> jax.Array:
+    """Σ over a group of x: [M, K] -> f32[M, groups], by halves, in one order for every M."""
+    parts = values.astype(jnp.float32).reshape(values.shape[0], -1, group_size or PLANE)
+    while parts.shape[-1] > 1:
+        half = parts.shape[-1] // 2
+        parts = parts[:, :, :half] + parts[:, :, half:]
+    sums = parts[:, :, 0]
+    if group_size is not None:
+        return sums
+    total = sums[:, :1]  # of integers exact: at most 127 · K < 2^24
+    for i in range(1, sums.shape[1]):
+        total += sums[:, i : i + 1]
+    return total
 
 
 def product_dtype(dtype: np.dtype) -> np.dtype:

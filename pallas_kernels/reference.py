@@ -2,7 +2,8 @@
 
     a16      y[m, n] = Σ_k x[m, k] · w[n, k]                      in float32
     a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · (qw[n, k] - zero[n, g])
-                                                the inner sum exactly, the outer in float32
+                       and, where there are minima, + sx[m, g] · minimum[n, g] · Σ_{k in g} qx[m, k]
+                                                the inner sums exactly, the outer in float32
 
 The result is batch-invariant: float products run on tiles of one shape (`row_tiles`), and integer
 sums are exact in any order.
@@ -34,7 +35,9 @@ from pallas_kernels.formats import (
     group_scales,
     nibbles,
     padded_inputs,
+    zero_points,
 )
+from pallas_kernels.rounding import rounded_product
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.weight_values import dequantize
 
@@ -80,12 +83,14 @@ def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> 
 class _Plane(NamedTuple):
     """The part of a weight in the low or in the high nibbles; all of an `Int8Weight`.
 
-    integers: int8[N, G, inputs per group]; scales: f32[N, G]; zeros: int8[N, G] or None.
+    integers: int8[N, G, inputs per group]; scales: f32[N, G]; zeros: int8[N, G] or None; minima:
+    f32[N, G] or None.
     """
 
     integers: jax.Array
     scales: jax.Array
     zeros: jax.Array | None
+    minima: jax.Array | None
 
 
 def _planes(weight: Quantized) -> tuple[_Plane, ...]:
@@ -97,21 +102,20 @@ def _planes(weight: Quantized) -> tuple[_Plane, ...]:
     if isinstance(weight, Mxfp4Weight):
         planes = tuple(map(e2m1_integers, planes))
 
-    def of_groups(values: jax.Array) -> tuple[jax.Array, ...]:
-        if weight.group_size is None:
+    def of_groups(values: jax.Array | None) -> tuple[Any, ...]:
+        if values is None or weight.group_size is None:
             return (values,) * len(planes)
         return _divide(values, len(planes), PLANE // weight.group_size)
 
-    scales = of_groups(group_scales(weight))
-    zeros = None if isinstance(weight, Mxfp4Weight) else weight.zeros
+    minima = None if isinstance(weight, Mxfp4Weight) else weight.minima
+    parts = (
+        of_groups(group_scales(weight)),
+        of_groups(zero_points(weight)),
+        of_groups(None if minima is None else minima.astype(jnp.float32)),
+    )
     return tuple(
-        _Plane(integers.reshape(n, part.shape[1], -1), part, zero)
-        for integers, part, zero in zip(
-            planes,
-            scales,
-            (None,) * len(planes) if zeros is None else of_groups(zeros),
-            strict=True,
-        )
+        _Plane(integers.reshape(n, scales.shape[1], -1), scales, zeros, minima)
+        for integers, scales, zeros, minima in zip(planes, *parts, strict=True)
     )
 
 
@@ -129,7 +133,9 @@ def _float_matmul(x: jax.Array, weight: Quantized) -> jax.Array:
         values = plane.integers.astype(jnp.float32)
         if plane.zeros is not None:
             values -= plane.zeros.astype(jnp.float32)[:, :, None]
-        values *= plane.scales[:, :, None]
+        values = rounded_product(values, plane.scales[:, :, None])
+        if plane.minima is not None:
+            values += plane.minima[:, :, None]
         y += _dot(part, values.reshape(values.shape[0], -1))
     return y
 
@@ -154,17 +160,22 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
     if weight.group_size is None:  # one group, whose inputs are those of all planes
         parts, planes = jax.tree.map(lambda leaf: leaf[0], (parts, planes))
         total = jnp.sum(jnp.stack([*map(_group_sum, parts, planes)]), axis=0)
-        scale: jax.Array = q_scales * planes[0].scales
-        return total.astype(jnp.float32) * scale
+        y = rounded_product(total.astype(jnp.float32), q_scales * planes[0].scales)
+        if planes[0].minima is None:
+            return y
+        inputs = _input_sums(q)[:, None].astype(jnp.float32)
+        return y + rounded_product(inputs * q_scales, planes[0].minima)
     scales = [part.T for part in _divide(q_scales, len(planes), PLANE // weight.group_size)]
 
     def add(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
         for part, scale, plane in zip(*group, strict=True):
             total = _group_sum(part, plane).astype(jnp.float32)
             y += total * (scale[:, None] * plane.scales)
+            if plane.minima is not None:
+                inputs = _input_sums(part).astype(jnp.float32)
+                y += (inputs * scale)[:, None] * plane.minima
         return y, None
 
-    y: jax.Array
     y, _ = lax.scan(add, jnp.zeros((q.shape[0], weight.shape[0])), (parts, scales, planes))
     return y
 
@@ -174,5 +185,9 @@ def _group_sum(q: jax.Array, group: _Plane) -> jax.Array:
     total = lax.dot_general(q, group.integers, _CONTRACT_LAST, preferred_element_type=jnp.int32)
     if group.zeros is None:
         return total
-    inputs = jnp.sum(q, axis=-1, dtype=jnp.int32)
-    return total - inputs[:, None] * group.zeros.astype(jnp.int32)
+    return total - _input_sums(q)[:, None] * group.zeros.astype(jnp.int32)
+
+
+def _input_sums(q: jax.Array) -> jax.Array:
+    """Σ q over the inputs: int8[M, inputs] -> i32[M]."""
+    return jnp.sum(q, axis=1, dtype=jnp.int32)

@@ -22,3 +22,13 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if jnp.dtype(dtype) == jnp.bfloat16:
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)
+
+
+def rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x · y: f32[...], rounded before anything is added to it, in every program alike.
+
+    A compiler may fuse a product and a sum, which then are rounded once. It does not look for a
+    product behind a selection.
+    """
+    product = x * y
+    return jnp.where(product == product, product, jnp.nan)

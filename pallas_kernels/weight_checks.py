@@ -11,6 +11,7 @@ from pallas_kernels.formats import (
     Mxfp4Weight,
     Weight,
     check_group_size,
+    check_one_offset,
     padded_inputs,
 )
 
@@ -35,12 +36,17 @@ def check_arrays(weight: Weight) -> None:
         _check("scales", weight.scales, (n, groups), ("uint8",))
         return
     _check("scales", weight.scales, (n, groups), SCALE_DTYPES)
+    check_one_offset(weight.zeros, weight.minima)
     if weight.zeros is not None:
         _check("zeros", weight.zeros, (n, groups), ("int8",))
+    if weight.minima is not None:
+        _check("minima", weight.minima, (n, groups), (weight.scales.dtype.name,))
     if weight.order is not None:
         _check("order", weight.order, (k,), ("int32",))
     if isinstance(weight, Int8Weight) or weight.outliers is None:
         return
+    if weight.minima is not None:
+        raise ValueError("a weight with outliers must have no minima, got both")
     inner, columns = weight.outliers.weight, weight.outliers.columns
     check_arrays(inner)
     _check("columns", columns, (inner.shape[1],), ("int32",))

@@ -13,8 +13,10 @@ from pallas_kernels.formats import (
     Weight,
     group_scales,
     integers,
+    zero_points,
 )
-from pallas_kernels.interleave import by_rows, interleaved_rows
+from pallas_kernels.interleave import by_rows, some_rows
+from pallas_kernels.rounding import rounded_product
 
 
 def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
@@ -25,27 +27,27 @@ def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
     return weight
 
 
-def take_rows(weight: jax.Array | Bfloat16Weight, indices: jax.Array) -> jax.Array:
-    """Rows of an unquantized matrix, such as the embeddings of tokens.
+def take_rows(weight: Weight, indices: jax.Array) -> jax.Array:
+    """Rows of a matrix, such as the embeddings of tokens.
 
     Args:
-      weight: (N, K).
+      weight: (N, K), in any format.
       indices: int[...], in 0 … N - 1.
 
     Returns:
-      bf16 or f32[..., K].
+      bf16 or f32[..., K]; f32 for a quantized weight.
     """
-    if not isinstance(weight, Bfloat16Weight):
+    if isinstance(weight, jax.Array):
         return weight[indices]
-    if weight.out_features is None:
-        return plain_values(Bfloat16Weight(weight.bits[indices]))
-    return plain_values(Bfloat16Weight(interleaved_rows(weight.bits, indices, per_word=2)))
+    rows = some_rows(weight, indices.reshape(-1))
+    values = dequantize(rows) if isinstance(rows, Quantized) else plain_values(rows)
+    return values.reshape(*indices.shape, weight.shape[1])
 
 
 def dequantize(weight: Weight) -> jax.Array:
     """The values that a weight stands for, its columns in the order of the model's inputs.
 
-    They are exact for 16-bit scales.
+    They are exact for 16-bit scales; minima are added with one rounding.
 
     Args:
       weight: (N, K), in any format.
@@ -59,9 +61,15 @@ def dequantize(weight: Weight) -> jax.Array:
     n, k = weight.shape
     scales = group_scales(weight)[:, :, None]
     groups = integers(weight).astype(jnp.float32).reshape(n, scales.shape[1], -1)
-    if not isinstance(weight, Mxfp4Weight) and weight.zeros is not None:
-        groups -= weight.zeros.astype(jnp.float32)[:, :, None]
-    values = (groups * scales).reshape(n, -1)[:, :k]
+    zeros = zero_points(weight)
+    if zeros is not None:
+        groups -= zeros.astype(jnp.float32)[:, :, None]
+    if isinstance(weight, Mxfp4Weight) or weight.minima is None:
+        groups *= scales
+    else:
+        minima = weight.minima.astype(jnp.float32)[:, :, None]
+        groups = rounded_product(groups, scales) + minima
+    values = groups.reshape(n, -1)[:, :k]
     if not isinstance(weight, Mxfp4Weight) and weight.order is not None:
         values = jnp.zeros_like(values).at[:, weight.order].set(values)
     if isinstance(weight, Int4Weight) and weight.outliers is not None:

@@ -17,6 +17,8 @@ from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
 
 Buffers = tuple[jax.Array, ...]
 
+POINTS = ("zeros", "minima")  # parts of a weight that follow its scales; numbered from 1 on
+
 
 def available() -> bool:
     """Whether the library was built when the package was installed."""
@@ -46,7 +48,7 @@ def matmul(
         "instruction_set": instruction_set or "",
         "kinds": np.array([kind for kind, _, _ in parts], np.int64),
         "group_sizes": np.array([size for _, size, _ in parts], np.int64),
-        "zeros": np.array([len(buffers) == 3 for _, _, buffers in parts], np.int64),
+        "points": np.array([_points(weight) for weight in weights], np.int64),
         "outputs": np.array([getattr(w, "out_features", None) or 0 for w in weights], np.int64),
     }
     outputs = tuple(weight.shape[0] for weight in weights)
@@ -60,6 +62,12 @@ def _parts(weight: Weight) -> tuple[int, int, Buffers]:
     name = weight.dtype.name if isinstance(weight, jax.Array) else type(weight).__name__
     group_size = getattr(weight, "group_size", None) or 0
     return WEIGHT_KINDS.index(name), group_size, tuple(jax.tree.leaves(weight))
+
+
+def _points(weight: Weight) -> int:
+    """The number of the part that follows the scales; 0 for none."""
+    held = [name for name in POINTS if getattr(weight, name, None) is not None]
+    return 1 + POINTS.index(held[0]) if held else 0
 
 
 def _batched_by_rows(

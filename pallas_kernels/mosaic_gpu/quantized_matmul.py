@@ -37,7 +37,7 @@ from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, pa
 from pallas_kernels.mosaic_gpu import words
 from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
-from pallas_kernels.operands import check, multiplicands
+from pallas_kernels.operands import check, group_parts, multiplicands
 
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x in one item of work, the narrowest that holds all
 COLUMN_TILES = (128, 64)  # outputs, the widest that divides N
@@ -51,8 +51,10 @@ _DECODERS = {
 
 
 def supports(weight: Any) -> bool:
-    """Whether `matmul` takes this weight: 4 bits, a multiple of 64 outputs."""
-    return isinstance(weight, Int4Weight | Mxfp4Weight) and weight.shape[0] % COLUMN_TILES[-1] == 0
+    """Whether `matmul` takes this weight: 4 bits, no minima, a multiple of 64 outputs."""
+    if not isinstance(weight, Int4Weight | Mxfp4Weight) or "minima" in group_parts(weight):
+        return False
+    return weight.shape[0] % COLUMN_TILES[-1] == 0
 
 
 def matmul(
@@ -70,7 +72,7 @@ def matmul(
     check(x, weight, activation)
     if not isinstance(weight, Int4Weight | Mxfp4Weight) or not supports(weight):
         raise ValueError(
-            "mosaic_gpu serves Int4Weight and Mxfp4Weight with a multiple of "
+            "mosaic_gpu serves Int4Weight and Mxfp4Weight without minima and with a multiple of "
             f"{COLUMN_TILES[-1]} outputs, got {type(weight).__name__} of shape {weight.shape}"
         )
     m = x.shape[0]

@@ -77,6 +77,17 @@ def decode_scales(stored: jax.Array, kind: type[Quantized]) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(code == 255, 0x7FC00000, bits), jnp.float32)
 
 
+def decode_minima(stored: jax.Array, kind: type[Quantized]) -> jax.Array:
+    """The values of the smallest integer: bf16 or f32 -> f32."""
+    del kind
+    return stored.astype(jnp.float32)
+
+
+def above_smallest(kind: type[Quantized]) -> int:
+    """How far the integer zero lies above the smallest integer, by `shift`."""
+    return -kind.smallest << shift(kind)
+
+
 def decode_zeros(stored: jax.Array, kind: type[Quantized]) -> jax.Array:
     """The integer that stands for zero in a group's `planes`: int8 -> f32."""
     return (stored.astype(jnp.int32) << shift(kind)).astype(jnp.float32)

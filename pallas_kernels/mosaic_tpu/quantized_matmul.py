@@ -38,10 +38,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, Quantized, padded_inputs
+from pallas_kernels.formats import BLOCK, PLANE, Quantized, padded_inputs
 from pallas_kernels.mosaic_tpu import tiles
-from pallas_kernels.mosaic_tpu.decode import decode_scales, decode_zeros, planes, shift, storage
-from pallas_kernels.operands import check, multiplicands, product_dtype
+from pallas_kernels.mosaic_tpu.decode import (
+    above_smallest,
+    decode_minima,
+    decode_scales,
+    decode_zeros,
+    planes,
+    shift,
+    storage,
+)
+from pallas_kernels.operands import check, group_parts, group_sums, multiplicands, product_dtype
 
 Refs = dict[str, jax.Ref]  # a kernel's operands, or its scratch memory, by name
 
@@ -109,8 +117,8 @@ def matmul(
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     values, x_scales = multiplicands(x, weight.group_size, activation)
     per_group = {} if activation == "a16" else {"x_scales": x_scales}
-    if isinstance(weight, Int4Weight) and weight.zeros is not None:
-        per_group["x_sums"] = _group_sums(values, weight.group_size)
+    if group_parts(weight).keys() & {"zeros", "minima"}:
+        per_group["x_sums"] = group_sums(values, weight.group_size)
     if int8_products is None:
         int8_products = multiplies_int8()
     if not int8_products:
@@ -123,21 +131,6 @@ def multiplies_int8() -> bool:
     return not pltpu.is_tpu_device() or pltpu.get_tpu_info().int8_ops_per_second > 0
 
 
-def _group_sums(values: jax.Array, group_size: int | None) -> jax.Array:
-    """Σ over a group of x: [M, K] -> f32[M, groups], by halves, in one order for every M."""
-    parts = values.astype(jnp.float32).reshape(values.shape[0], -1, group_size or PLANE)
-    while parts.shape[-1] > 1:
-        half = parts.shape[-1] // 2
-        parts = parts[:, :, :half] + parts[:, :, half:]
-    sums = parts[:, :, 0]
-    if group_size is not None:
-        return sums
-    total = sums[:, :1]  # of integers exact: at most 127 · K < 2^24
-    for i in range(1, sums.shape[1]):
-        total += sums[:, i : i + 1]
-    return total
-
-
 def multiply(
     values: jax.Array,
     per_group: dict[str, jax.Array],
@@ -148,7 +141,7 @@ def multiply(
     """The kernel over a grid of M and N: a step has all inputs of its outputs.
 
     values: bf16 or int8[M, padded K]; per_group: f32[M, groups], "x_scales" where the values are
-    integers, "x_sums" where the weight has zeros -> f32[M, N].
+    integers, "x_sums" where the weight has zeros or minima -> f32[M, N].
     """
     m, n = values.shape[0], weight.shape[0]
     plan = _Plan(type(weight), weight.group_size, values.shape[1] // BLOCK, "x_scales" in per_group)
@@ -216,13 +209,11 @@ def _operands(
 
 
 def _per_output(weight: Quantized) -> dict[str, jax.Array]:
-    """Scales and zeros, [N, groups]."""
-    scales = weight.scales
-    if scales.dtype == jnp.float16:  # a type that TPUs lack
-        scales = scales.astype(jnp.float32)
-    if isinstance(weight, Int4Weight) and weight.zeros is not None:
-        return {"scales": scales, "zeros": weight.zeros}
-    return {"scales": scales}
+    """Scales, and zeros or minima: [N, groups]. TPUs lack float16."""
+    return {
+        name: part.astype(jnp.float32) if part.dtype == jnp.float16 else part
+        for name, part in group_parts(weight).items()
+    }
 
 
 def _by_turn(array: jax.Array, plan: _Plan) -> jax.Array:
@@ -237,14 +228,16 @@ def _by_turn(array: jax.Array, plan: _Plan) -> jax.Array:
 def _kernel(refs: Refs, y: jax.Ref, scratch: Refs, plan: _Plan) -> None:
     """One step: y: f32[M, N] from all inputs of a tile of rows and outputs.
 
-    refs: x: bf16 or int8[M, K]; weights: uint8[N, K / 2] or int8[N, K]; scales, zeros: [groups, N]
-    or [N, groups]; x_scales, x_sums: f32[turns, M, groups of a turn].
-    scratch: scales, zeros: f32[groups, N], decoded; total: f32 or i32[M, N].
+    refs: x: bf16 or int8[M, K]; weights: uint8[N, K / 2] or int8[N, K]; scales, zeros, minima:
+    [groups, N] or [N, groups]; x_scales, x_sums: f32[turns, M, groups of a turn].
+    scratch: scales, zeros, minima: f32[groups, N], decoded; total: f32 or i32[M, N].
     """
-    decoders = {"scales": decode_scales, "zeros": decode_zeros}
+    decoders = {"scales": decode_scales, "zeros": decode_zeros, "minima": decode_minima}
     for name in decoders.keys() & refs.keys():
         decoded = decoders[name](refs[name][...], plan.kind)
         scratch[name][...] = decoded if plan.groups_first else decoded.T
+    if "minima" in refs:  # from here on, the values of the integer zero
+        scratch["minima"][...] += scratch["scales"][...] * above_smallest(plan.kind)
     total = scratch["total"]
     total[...] = jnp.zeros_like(total)
 
@@ -308,6 +301,8 @@ def _scaled(
     if "zeros" in refs:
         product -= refs["x_sums"][turn, :rows, lane : lane + 1] * scratch["zeros"][group, :]
     product *= scratch["scales"][group, :]
+    if "minima" in refs:
+        product += refs["x_sums"][turn, :rows, lane : lane + 1] * scratch["minima"][group, :]
     if "x_scales" in refs:
         product *= refs["x_scales"][turn, :rows, lane : lane + 1]
     return product
@@ -327,4 +322,6 @@ def _finished(refs: Refs, scratch: Refs, plan: _Plan) -> jax.Array:
         else:
             total -= sums * scratch["zeros"][...]
     y = total.astype(jnp.float32) * scale
+    if "minima" in refs:
+        y += refs["x_sums"][0, :rows, :] * scratch["minima"][...]
     return y * refs["x_scales"][0, :rows, :] if "x_scales" in refs else y

@@ -8,7 +8,8 @@ The meaning is that of `pallas_kernels.reference`, with two differences of round
 float32 x to bfloat16 for the tensor cores, and the scale multiplies a group's sum, not every
 weight. A weight's integers (of MXFP4, twice the values) are exact in bfloat16 and in int8, so a
 precision is no more than a type of x: bfloat16 with scales of one, or int8 with its own. Zeros are
-subtracted where that is exact: from the weight in bfloat16, from the product among integers.
+subtracted where that is exact: from the weight in bfloat16, from the product among integers. Minima
+are added to the sums of groups, by the value of the integer zero times the sum of x.
 
 Order of summation: group after group, k ascending; within a group, what one product of ROW_TILE
 rows does. It depends on the weight's shape alone, so a row's bits do not depend on M.
@@ -38,7 +39,9 @@ from pallas_kernels.formats import (
     Quantized,
     padded_inputs,
 )
-from pallas_kernels.operands import check, multiplicands, product_dtype
+from pallas_kernels.operands import check, group_parts, group_sums, multiplicands, product_dtype
+
+Refs = dict[str, jax.Ref]  # a kernel's operands by name
 
 ROW_TILE = 16  # the narrowest product
 COLUMN_TILE = 64  # the weight is the left operand, and 64 of its rows fill Hopper's product
@@ -61,70 +64,63 @@ def matmul(
     m, n = x.shape[0], weight.shape[0]
     x = jnp.pad(x, ((0, -m % ROW_TILE), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     values, x_scales = multiplicands(x, weight.group_size, activation)
-    stored = weight.integers if isinstance(weight, Int8Weight) else weight.packed
-    of_weight = [stored, weight.scales]
-    if isinstance(weight, Int4Weight) and weight.zeros is not None:
-        of_weight.append(weight.zeros)
+    of_x = {"x": values, "x_scales": x_scales}
+    of_weight = {"stored": weight.integers if isinstance(weight, Int8Weight) else weight.packed}
+    of_weight |= group_parts(weight)
+    if "minima" in of_weight:
+        of_x["x_sums"] = x_scales * group_sums(values, weight.group_size)
     # The result is padded to whole tiles; the weight is not, since that would copy it.
     rows, columns = x.shape[0] // ROW_TILE, pl.cdiv(n, COLUMN_TILE)
+    specs = {
+        name: pl.BlockSpec((ROW_TILE, array.shape[1]), lambda i, j: (i, 0))
+        for name, array in of_x.items()
+    } | {
+        name: pl.BlockSpec((COLUMN_TILE, array.shape[1]), lambda i, j: (j, 0))
+        for name, array in of_weight.items()
+    }
     y: jax.Array = pl.pallas_call(
         partial(_kernel, n=n, kind=type(weight), group_size=weight.group_size),
         grid=(rows, columns),
-        in_specs=[
-            *(
-                pl.BlockSpec((ROW_TILE, a.shape[1]), lambda i, j: (i, 0))
-                for a in (values, x_scales)
-            ),
-            *(pl.BlockSpec((COLUMN_TILE, a.shape[1]), lambda i, j: (j, 0)) for a in of_weight),
-        ],
+        in_specs=[specs],
         out_specs=pl.BlockSpec((ROW_TILE, COLUMN_TILE), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((rows * ROW_TILE, columns * COLUMN_TILE), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
-    )(values, x_scales, *of_weight)
+    )(of_x | of_weight)
     return y[:m, :n]
 
 
 def _kernel(
-    x: jax.Ref,
-    x_scales: jax.Ref,
-    stored: jax.Ref,
-    w_scales: jax.Ref,
-    *refs: jax.Ref,
-    n: int,
-    kind: type[Quantized],
-    group_size: int | None,
+    refs: Refs, y: jax.Ref, *, n: int, kind: type[Quantized], group_size: int | None
 ) -> None:
     """One tile of y: f32[M, N], from all inputs of its rows and columns.
 
-    x: bf16 or int8[M, K], x_scales: f32[M, groups], stored: uint8[N, K / 2] or int8[N, K],
-    w_scales: [N, groups], then zeros: int8[N, groups] where there are some, where M is ROW_TILE and
-    N is COLUMN_TILE. The sum is kept as [N, M], so that the weight is the left operand, which
-    Hopper takes from registers.
+    refs: x: bf16 or int8[M, K], x_scales: f32[M, groups], stored: uint8[N, K / 2] or int8[N, K],
+    scales: [N, groups], and what else the weight has: zeros: int8[N, groups], or minima: [N,
+    groups] with x_sums: f32[M, groups], where M is ROW_TILE and N is COLUMN_TILE. The sum is kept
+    as [N, M], so that the weight is the left operand, which Hopper takes from registers.
     """
-    *zeros, y = refs
     inside = (pl.program_id(1) * COLUMN_TILE + jnp.arange(COLUMN_TILE) < n)[:, None]
-    width = group_size or PLANE
+    x, width = refs["x"], group_size or PLANE
     # Without groups the sum stays what the products are: one scale multiplies all of it.
     dtype = product_dtype(x.dtype) if group_size is None else jnp.float32
 
     def add_block(block: jax.Array, total: jax.Array) -> jax.Array:
         for part in range(BLOCK // width):
             group = 0 if group_size is None else block * (BLOCK // width) + part
-            weights = _integers(stored, kind, block, part * width, width, inside).astype(x.dtype)
-            zero = _column(zeros[0], group, inside) if zeros else None
-            product = _product(x[:, pl.ds(block * BLOCK + part * width, width)], weights, zero)
+            weights = _integers(refs["stored"], kind, block, part * width, width, inside)
+            zero = _column(refs["zeros"], group, inside) if "zeros" in refs else None
+            values = x[:, pl.ds(block * BLOCK + part * width, width)]
+            product = _product(values, weights.astype(x.dtype), zero)
             if group_size is not None:
-                scale = _scale(x_scales, w_scales, kind, group, inside)
-                product = product.astype(jnp.float32) * scale
+                product = _scaled(product, refs, kind, group, inside)
             total += product
         return total
 
     blocks = x.shape[1] // BLOCK
     total = lax.fori_loop(0, blocks, add_block, jnp.zeros((COLUMN_TILE, ROW_TILE), dtype))
-    total = total.astype(jnp.float32)
     if group_size is None:
-        total *= _scale(x_scales, w_scales, kind, 0, inside)
+        total = _scaled(total, refs, kind, 0, inside)
     y[...] = total.T
 
 
@@ -169,18 +165,20 @@ def _column(ref: jax.Ref, group: jax.Array | int, inside: jax.Array) -> jax.Arra
     return pltriton.load(ref.at[:, pl.ds(group, 1)], mask=inside, other=0)
 
 
-def _scale(
-    x_scales: jax.Ref,
-    w_scales: jax.Ref,
-    kind: type[Quantized],
-    group: jax.Array | int,
-    inside: jax.Array,
+def _scaled(
+    product: jax.Array, refs: Refs, kind: type[Quantized], group: jax.Array | int, inside: jax.Array
 ) -> jax.Array:
-    """The outer product of one group's scales, f32[N, M]."""
-    column = _column(w_scales, group, inside)
+    """A group's product: f32 or i32[N, M], scaled, and with its minima: f32[N, M]."""
+    scale = _column(refs["scales"], group, inside)
     if kind is Mxfp4Weight:
-        code = column.astype(jnp.int32)
+        code = scale.astype(jnp.int32)
         bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
-        column = lax.bitcast_convert_type(bits, jnp.float32) * 0.5  # as `formats.group_scales`
-    row: jax.Array = x_scales[:, group][None, :]
-    return column.astype(jnp.float32) * row
+        scale = lax.bitcast_convert_type(bits, jnp.float32) * 0.5  # as `formats.group_scales`
+    scale = scale.astype(jnp.float32)
+    scaled: jax.Array = product.astype(jnp.float32) * (scale * refs["x_scales"][:, group][None, :])
+    if "minima" not in refs:
+        return scaled
+    least = _column(refs["minima"], group, inside).astype(jnp.float32)
+    of_zero = least - kind.smallest * scale  # the value of the integer zero
+    scaled += of_zero * refs["x_sums"][:, group][None, :]
+    return scaled

@@ -153,6 +153,8 @@ def test_refusals(tmp_path: Path) -> None:
          "cannot represent the weight layers.0.q.weight: it has outlier columns"),
         (changed(params, dataclasses.replace(random_int4(d, d, 32), order=order)),
          "it has its columns in another order than the inputs"),
+        (changed(params, random_int4(d, d, 32, minima=True)),
+         "it has minima, where the format has integer zeros"),
         (changed(params, random_int4(d, d, 128)),
          "it has 64 inputs, not a multiple of group_size 128"),
         (dataclasses.replace(params, config=dataclasses.replace(SMALL, sliding_window=5)),

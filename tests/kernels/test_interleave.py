@@ -68,11 +68,11 @@ def test_where_a_number_goes() -> None:
     assert not found[1, :, 2 * (n - TILE) :].any()
 
 
-def test_rows_that_are_looked_up() -> None:
-    weight = cast(Bfloat16Weight, random_weights(37, 30)["bfloat16"])
-    wanted = jnp.asarray([[0, 36, 5], [16, 15, 5]])
-    changed = cast(Bfloat16Weight, interleave(weight))
-    np.testing.assert_array_equal(take_rows(changed, wanted), take_rows(weight, wanted))
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_are_looked_up(name: str) -> None:
+    weight, wanted = random_weights(37, 300)[name], jnp.asarray([[0, 36, 5], [16, 15, 5]])
+    for each in (weight, interleave(weight)):
+        np.testing.assert_array_equal(take_rows(each, wanted), dequantize(weight)[wanted])
 
 
 def test_an_odd_number_of_inputs_stays() -> None:

@@ -24,12 +24,15 @@ from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
+    Int8Weight,
     Mxfp4Weight,
     Quantized,
     Weight,
     int4_from_integers,
+    int8_from_integers,
     mxfp4_from_codes,
     padded_inputs,
+    zero_points,
 )
 from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import dequantize
@@ -90,12 +93,13 @@ def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> n
 
 
 def check(implementation: str, x: jax.Array, weight: Weight, activation: str) -> None:
-    # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros are taken off after the sum,
-    # 16 · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10 and more.
+    # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros or minima are added at the
+    # end, all levels · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10
+    # and more.
     values, w = represented(x, weight, activation), np.asarray(dequantized(weight), np.float64)
     magnitude = np.abs(w)
-    if isinstance(weight, Int4Weight) and weight.zeros is not None:
-        magnitude = magnitude + 16 * float(weight.scales.max())
+    if isinstance(weight, Int4Weight | Int8Weight) and zero_points(weight) is not None:
+        magnitude = magnitude - 2 * weight.smallest * float(weight.scales.max())
     bound = np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30
     y = run(implementation, x, weight, activation)
     assert y.shape == (x.shape[0], w.shape[0])
@@ -164,6 +168,18 @@ def test_scales_of_zero_and_below_the_normal_range(implementation: str, activati
 
 
 @implementations
+def test_subnormal_float16_scales_and_minima(implementation: str) -> None:
+    # Their values are normal in float32, where no thread flushes them to zero.
+    q = jnp.asarray(np.random.default_rng(0).integers(-128, 128, (16, 256)), jnp.int8)
+    scales = jnp.full((16, 8), 3e-5, jnp.float16).at[0].set(2.0**-24)
+    for minima in (None, -scales):
+        weight = int8_from_integers(q, scales, 32, minima=minima)
+        y = run(implementation, jnp.eye(256)[:4], weight, "a16")
+        factors, least = np.asarray(scales, np.float64)[:, :1], 0 if minima is None else 127
+        np.testing.assert_array_equal(y.T, factors * (np.asarray(q, np.int64)[:, :4] + least))
+
+
+@implementations
 def test_activations_below_the_normal_range(implementation: str) -> None:
     x = jnp.full((2, 256), 1e-39, jnp.float32).at[1].set(1e-30)
     y = run(implementation, x, random_int4(16, 256), "a8")
@@ -217,7 +233,7 @@ class TestCpu:
     def test_instruction_sets_agree_on_integers(self, instruction_set: str) -> None:
         # Integer sums are exact, and what follows is the same operations in the same order.
         x = random_rows(9, 300)
-        for name in ("int4-32-zeros", "int4-128", "mxfp4", "int8-64"):
+        for name in ("int4-32-zeros", "int4-32-minima", "int4-128", "mxfp4", "int8-32-minima"):
             weight = random_weights(70, 300)[name]
             expected = run(FUSED[-1], x, weight, "a8")
             np.testing.assert_array_equal(run(instruction_set, x, weight, "a8"), expected)
@@ -273,6 +289,16 @@ class TestCpu:
             (
                 dataclasses.replace(random_int4(40, 300), zeros=jnp.zeros((40, 4), jnp.int32)),
                 "zeros must be int8",
+            ),
+            (
+                dataclasses.replace(random_int4(40, 300), minima=jnp.zeros((40, 4), jnp.float16)),
+                "minima must be like the scales",
+            ),
+            (
+                dataclasses.replace(
+                    random_int4(40, 300, zeros=True), minima=jnp.zeros((40, 4), jnp.bfloat16)
+                ),
+                "too many buffers",
             ),
             (
                 dataclasses.replace(random_int4(40, 300), scales=jnp.zeros((40, 4), jnp.int32)),

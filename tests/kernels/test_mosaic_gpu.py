@@ -28,6 +28,7 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.mosaic_gpu import quantized_matmul, registers, words
 from pallas_kernels.weight_values import dequantize
+from tests.support.random_weights import random_minima
 
 interprets = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="jax before 0.11 cannot interpret Mosaic GPU"
@@ -55,10 +56,12 @@ def random_weight(name: str, n: int, k: int) -> Any:
     scales = jnp.asarray(rng.uniform(0.005, 0.04, shape), jnp.bfloat16)
     if kind == "int8":
         q = jnp.asarray(rng.integers(-128, 128, (n, k)), jnp.int8)
-        return int8_from_integers(q, scales, group_size)
+        minima = random_minima(scales, 256) if "minima" in rest else None
+        return int8_from_integers(q, scales, group_size, minima=minima)
+    minima = random_minima(scales, 16) if "minima" in rest else None
     zeros = jnp.asarray(rng.integers(-8, 8, shape), jnp.int8) if "zeros" in rest else None
     q = jnp.asarray(rng.integers(-8, 8, (n, k)), jnp.int8)
-    return int4_from_integers(q, scales, group_size, zeros)
+    return int4_from_integers(q, scales, group_size, zeros, minima=minima)
 
 
 def random_rows(m: int, k: int) -> jax.Array:

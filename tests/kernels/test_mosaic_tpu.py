@@ -25,7 +25,8 @@ from tests.support.covering import representatives
 from tests.support.random_weights import random_int4, random_rows, random_weights, with_outliers
 
 FORMATS = ("int4-32", "int4-64", "int4-128", "int4-channel", "int4-32-zeros", "int4-128-zeros",
-           "int4-channel-zeros", "mxfp4", "int8-64", "int8-channel")  # fmt: skip
+           "int4-channel-zeros", "int4-32-minima", "int4-channel-minima", "mxfp4", "int8-64",
+           "int8-32-minima", "int8-channel")  # fmt: skip
 CHIPS = {"TPU v4": False, "TPU v5 lite": True, "TPU v6 lite": True, "TPU7x": False}  # int8?
 VMEM = 16 * 2**20
 
@@ -61,9 +62,9 @@ def test_the_meaning_is_the_reference(name: str, activation: str, m: int, n: int
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if "minima" not in name])
 def test_a_row_of_the_identity_reads_one_weight(name: str) -> None:
-    # With x = 1 every weight comes out as it is, bit for bit.
+    # With x = 1 every weight comes out as it is, bit for bit, unless a sum of two values makes it.
     weight = random_weights(40, 256)[name]
     y = interpreted(jnp.eye(256, dtype=jnp.bfloat16), weight, "a16")
     np.testing.assert_array_equal(y, np.asarray(dequantize(weight)).T)

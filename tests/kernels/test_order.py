@@ -50,6 +50,7 @@ def int8_with_zeros(group_size: int | None) -> Int8Weight:
 WEIGHTS: dict[str, Quantized] = {
     "int4": random_int4(N, K, 64),
     "int4 zeros": random_int4(N, K, 32, zeros=True),
+    "int4 minima": random_int4(N, K, 32, minima=True),
     "int4 outliers": with_outliers(N, K),
     "int8 zeros": int8_with_zeros(64),
     "int8 zeros channel": int8_with_zeros(None),
@@ -102,7 +103,9 @@ def test_product_is_that_of_the_values(name: str, dtype: str, implementation: st
 # a row does not depend on its neighbours.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["a16", "a8", "a4"])
-@pytest.mark.parametrize("name", ["int4", "int4 zeros", "int8 zeros", "int8 zeros channel"])
+@pytest.mark.parametrize(
+    "name", ["int4", "int4 zeros", "int4 minima", "int8 zeros", "int8 zeros channel"]
+)
 @pytest.mark.covering(1)
 def test_order_only_moves_inputs(name: str, activation: str, implementation: str) -> None:
     weight, x = ordered(name), random_rows(9, K)

@@ -17,7 +17,10 @@ from pallas_kernels import reference, triton_gpu
 from pallas_kernels.weight_values import dequantize
 from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight
 
-FORMATS = ("int4 128 zeros", "int4 32 zeros", "int4 None zeros", "mxfp4", "int8 64", "int8 None")
+FORMATS = (
+    "int4 128 zeros", "int4 32 zeros", "int4 None zeros", "int4 32 minima", "int4 None minima",
+    "mxfp4", "int8 64", "int8 None", "int8 32 minima",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("activation", ["a16", "a8"])

@@ -61,14 +61,16 @@ std::vector<T> interleave(const std::vector<T>& rows, int64_t count, int64_t wor
   return tiles;
 }
 
+enum class Points { kNone, kZeros, kMinima };
+
 // A random weight, stored row by row and interleaved, and its values.
 struct Matrix {
-  Matrix(Kind kind, Scale scale, int64_t group_size, bool with_zeros) {
+  Matrix(Kind kind, Scale scale, int64_t group_size, Points points) {
     w.kind = kind, w.scale = scale, w.n = kOutputs;
     w.inputs = w.quantized() ? (kInputs + kPlanePair - 1) / kPlanePair * kPlanePair : kInputs;
     if (w.quantized()) w.group_size = group_size == 0 ? w.inputs : group_size;
     if (w.quantized()) w.groups = w.inputs / w.group_size;
-    for (int64_t i = 0; i < kOutputs * w.groups; ++i) add_group(with_zeros);
+    for (int64_t i = 0; i < kOutputs * w.groups; ++i) add_group(points);
     for (int64_t i = 0; i < kOutputs * w.inputs; ++i) {
       const float value = rounded_down(uniform());
       if (kind == Kind::kFloat32) append(data, value);
@@ -78,33 +80,41 @@ struct Matrix {
       }
     }
     w.row_bytes = static_cast<int64_t>(data.size()) / kOutputs;
-    w.data = data.data(), w.scales = scales.data(), w.zeros = with_zeros ? zeros.data() : nullptr;
+    w.data = data.data(), w.scales = scales.data();
+    if (points == Points::kZeros) w.zeros = zeros.data();
+    if (points == Points::kMinima) w.minima = minima.data();
     other_data = interleave(data, kOutputs, 4);
     if (w.quantized()) {
       const auto scale_bytes = static_cast<int64_t>(scales.size()) / (kOutputs * w.groups);
       other_scales = interleave(scales, kOutputs, scale_bytes);
+      other_minima = interleave(minima, kOutputs, scale_bytes);
       other_zeros = interleave(zeros, kOutputs, 1);
     }
     other = w, other.interleaved = true;
     other.data = other_data.data(), other.scales = other_scales.data();
-    if (with_zeros) other.zeros = other_zeros.data();
+    if (points == Points::kZeros) other.zeros = other_zeros.data();
+    if (points == Points::kMinima) other.minima = other_minima.data();
   }
 
-  void add_group(bool with_zeros) {
-    const uint32_t eighths = generator() % 8, exponent = 121;
+  void add_group(Points points) {
+    const uint32_t eighths = generator() % 8;
     values.push_back(std::ldexp(1 + eighths / 8.0, -6));
-    if (w.scale == Scale::kE8m0) {
-      values.back() = std::ldexp(1.0, static_cast<int>(exponent + eighths) - 127);
-      append(scales, static_cast<uint8_t>(exponent + eighths));
-    }
-    if (w.scale == Scale::kFloat32) append(scales, static_cast<float>(values.back()));
-    if (w.scale == Scale::kBfloat16) {
-      append(scales, static_cast<uint16_t>(exponent << 7 | eighths << 4));
-    }
-    if (w.scale == Scale::kFloat16) {
-      append(scales, static_cast<uint16_t>((exponent - 112) << 10 | eighths << 7));
-    }
-    zeros.push_back(with_zeros ? static_cast<int8_t>(generator() % 16 - 8) : 0);
+    if (w.scale == Scale::kE8m0) values.back() = std::ldexp(1.0, static_cast<int>(eighths) - 6);
+    append_float(scales, values.back());
+    zeros.push_back(points == Points::kZeros ? static_cast<int8_t>(generator() % 16 - 8) : 0);
+    least.push_back(points == Points::kMinima ? -std::ldexp(generator() % 8, -6) : 0);
+    append_float(minima, least.back());
+  }
+
+  // Appends a value that is exact in every type of scales: for E8M0 a power of two.
+  void append_float(std::vector<uint8_t>& bytes, double value) const {
+    const uint32_t word = bits(static_cast<float>(value));
+    if (w.scale == Scale::kE8m0) append(bytes, static_cast<uint8_t>(word >> 23));
+    if (w.scale == Scale::kFloat32) append(bytes, static_cast<float>(value));
+    if (w.scale == Scale::kBfloat16) append(bytes, static_cast<uint16_t>(word >> 16));
+    if (w.scale != Scale::kFloat16) return;
+    const uint32_t rest = value == 0 ? 0 : (word & 0x7FFFFFFFu) - (112u << 23);
+    append(bytes, static_cast<uint16_t>(word >> 31 << 15 | rest >> 13));
   }
 
   double at(int64_t row, int64_t k) const {
@@ -121,14 +131,15 @@ struct Matrix {
     if (w.nibbles()) code = code >> (k / kPlane % 2 * 4) & 15;
     if (w.kind == Kind::kMxfp4) return (code < 8 ? 1 : -1) * kE2m1[code % 8] * values[group];
     const int integer = w.kind == Kind::kInt4 ? (code ^ 8) - 8 : static_cast<int8_t>(code);
-    return (integer - zeros[group]) * values[group];
+    if (w.minima == nullptr) return (integer - zeros[group]) * values[group];
+    return (integer + (w.kind == Kind::kInt4 ? 8 : 128)) * values[group] + least[group];
   }
 
   static constexpr int64_t kOutputs = 37, kInputs = 300;
   Weight w{}, other{};
-  std::vector<uint8_t> data, scales, other_data, other_scales;
+  std::vector<uint8_t> data, scales, minima, other_data, other_scales, other_minima;
   std::vector<int8_t> zeros, other_zeros;
-  std::vector<double> values;  // of the scales
+  std::vector<double> values, least;  // of the scales, of the minima
 };
 
 // The result for the first m rows, and the values that those were rounded to.
@@ -176,8 +187,9 @@ uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input
       const double value = all.values[i / matrix.kOutputs * x.k + k];
       const double weight = matrix.at(i % matrix.kOutputs, k);
       sum += value * weight;
-      const double zeros = matrix.w.zeros == nullptr ? 0 : 0.5;  // subtracted after the sum
-      bound += std::abs(value) * (std::abs(weight) + zeros) * 0x1p-19;
+      const double levels = matrix.w.kind == Kind::kInt8 ? 256 : 16;  // points are added at the end
+      const double points = matrix.w.has_points() ? levels / 32 : 0;
+      bound += std::abs(value) * (std::abs(weight) + points) * 0x1p-19;
     }
     expect(std::abs(all.y[i] - sum) <= bound, kernels, "a product is wrong", kind);
     if (levels != 0) hash = (hash ^ bits(all.y[i])) * 1099511628211u;
@@ -186,11 +198,17 @@ uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input
 }
 
 uint64_t check_products(const Kernels& kernels) {
-  const Matrix matrices[] = {
-      {Kind::kInt4, Scale::kFloat16, 32, true},     {Kind::kInt4, Scale::kBfloat16, 128, false},
-      {Kind::kInt4, Scale::kFloat32, 0, true},      {Kind::kMxfp4, Scale::kE8m0, 32, false},
-      {Kind::kInt8, Scale::kFloat32, 64, true},     {Kind::kInt8, Scale::kBfloat16, 0, false},
-      {Kind::kBfloat16, Scale::kFloat32, 0, false}, {Kind::kFloat32, Scale::kFloat32, 0, false}};
+  const Matrix matrices[] = {{Kind::kInt4, Scale::kFloat16, 32, Points::kZeros},
+                             {Kind::kInt4, Scale::kBfloat16, 128, Points::kNone},
+                             {Kind::kInt4, Scale::kFloat32, 0, Points::kZeros},
+                             {Kind::kInt4, Scale::kFloat16, 32, Points::kMinima},
+                             {Kind::kInt4, Scale::kBfloat16, 0, Points::kMinima},
+                             {Kind::kMxfp4, Scale::kE8m0, 32, Points::kNone},
+                             {Kind::kInt8, Scale::kFloat32, 64, Points::kZeros},
+                             {Kind::kInt8, Scale::kFloat32, 32, Points::kMinima},
+                             {Kind::kInt8, Scale::kBfloat16, 0, Points::kNone},
+                             {Kind::kBfloat16, Scale::kFloat32, 0, Points::kNone},
+                             {Kind::kFloat32, Scale::kFloat32, 0, Points::kNone}};
   std::vector<uint8_t> wide, narrow;
   for (int64_t i = 0; i < 17 * Matrix::kInputs; ++i) {
     const float value = uniform();

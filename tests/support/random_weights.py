@@ -20,7 +20,12 @@ from pallas_kernels.formats import (
 
 
 def random_int4(
-    n: int, k: int, group_size: int | None = 128, dtype: str = "bfloat16", zeros: bool = False
+    n: int,
+    k: int,
+    group_size: int | None = 128,
+    dtype: str = "bfloat16",
+    zeros: bool = False,
+    minima: bool = False,
 ) -> Int4Weight:
     """Every integer from -8 to 7; scales that differ by a factor of eight from group to group."""
     rng = np.random.default_rng([n, k])
@@ -28,7 +33,15 @@ def random_int4(
     scales = jnp.asarray(rng.uniform(0.005, 0.04, (n, groups)), dtype)
     q = jnp.asarray(rng.integers(-8, 8, (n, k), dtype=np.int8))
     points = jnp.asarray(rng.integers(-8, 8, (n, groups), dtype=np.int8)) if zeros else None
-    return int4_from_integers(q, scales, group_size, points)
+    least = random_minima(scales, 16) if minima else None
+    return int4_from_integers(q, scales, group_size, points, minima=least)
+
+
+def random_minima(scales: jax.Array, levels: int) -> jax.Array:
+    """Values of the smallest integer, from -levels · scale to scale."""
+    rng = np.random.default_rng(scales.shape)
+    least = rng.uniform(-levels, 1, scales.shape) * np.asarray(scales, np.float64)
+    return jnp.asarray(least, scales.dtype)
 
 
 def with_outliers(n: int, k: int) -> Int4Weight:
@@ -52,6 +65,8 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
     exponents = jnp.asarray(rng.integers(120, 125, (n, -(-k // 32)), dtype=np.uint8))
     bytes_ = jnp.asarray(rng.integers(-128, 128, (n, k), dtype=np.int8))
     scales = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 64))), jnp.float32)
+    narrow = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 32))), jnp.float16)
+    minima = random_minima(narrow, 256)
     values = jnp.asarray(rng.normal(size=(n, k)) * 0.05, jnp.float32)
     return {
         "int4-32": random_int4(n, k, 32, "float16"),
@@ -61,9 +76,12 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
         "int4-32-zeros": random_int4(n, k, 32, zeros=True),
         "int4-128-zeros": random_int4(n, k, 128, zeros=True),
         "int4-channel-zeros": random_int4(n, k, None, "float32", zeros=True),
+        "int4-32-minima": random_int4(n, k, 32, "float16", minima=True),
+        "int4-channel-minima": random_int4(n, k, None, "float32", minima=True),
         "int4-outliers": with_outliers(n, k),
         "mxfp4": mxfp4_from_codes(codes, exponents),
         "int8-64": int8_from_integers(bytes_, scales, 64),
+        "int8-32-minima": int8_from_integers(bytes_, narrow, 32, minima=minima),
         "int8-channel": int8_from_integers(bytes_, scales[:, :1], None),
         "bfloat16": plain_weight(values.astype(jnp.bfloat16)),
         "float32": values,

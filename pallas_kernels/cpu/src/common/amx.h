@@ -57,7 +57,7 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
   const bool integers = how.arithmetic == Arithmetic::kInteger;
   const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
   if (few || how.arithmetic == Arithmetic::kFloat32) return how;
-  if (w.zeros == nullptr) how.sum_size = 0;  // codes are decoded to signed integers
+  if (!w.has_points()) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
   int64_t portions = (x.m + kTileRows - 1) / kTileRows;

@@ -5,7 +5,7 @@
 //   row       of x (M of them) or of a weight (N); in attention, one query of a task
 //   output    a column of y: one of N
 //   input     one of K
-//   group     the inputs that share a scale and a zero; a weight has [N, groups] of them
+//   group     the inputs that share a scale and a zero or minimum; a weight has [N, groups] of them
 //
 //   word      4 bytes of a row: 4 int8, 2 bfloat16 or 1 float32
 //   vector    kLanes words, one of each of kLanes neighbouring outputs
@@ -52,7 +52,8 @@ inline constexpr int64_t kTileRows = 16;
 struct Weight {
   Kind kind;
   // False: stored row by row. True: words of kTileRows rows stand side by side, [n / kTileRows,
-  // row_bytes / 4, kTileRows, 4 bytes]; scales and zeros are [n / kTileRows, groups, kTileRows].
+  // row_bytes / 4, kTileRows, 4 bytes]; scales, zeros and minima are [n / kTileRows, groups,
+  // kTileRows].
   bool interleaved;
   int64_t n, inputs, row_bytes;
   const uint8_t* data;
@@ -61,10 +62,15 @@ struct Weight {
   Scale scale;
   const void* scales;
   const int8_t* zeros;  // or null
+  const void* minima;   // of the scales' type, or null; never with zeros
 
   // Always inlined: a copy compiled for one instruction set must not serve the others.
   __attribute__((always_inline)) bool quantized() const { return kind <= Kind::kInt8; }
   __attribute__((always_inline)) bool nibbles() const { return kind <= Kind::kMxfp4; }
+  // Points are zeros or minima.
+  __attribute__((always_inline)) bool has_points() const {
+    return zeros != nullptr || minima != nullptr;
+  }
 };
 
 // What is multiplied: words of four int8, of two bfloat16, or of one float32.

@@ -14,22 +14,29 @@ namespace {
 
 constexpr int64_t kSerialWork = 1 << 15;  // values of x that one thread prepares faster than two
 
+// What a weight has beside its scales. Numbered as POINTS in matmul.py.
+enum class Points : int64_t { kNone = 0, kZeros = 1, kMinima = 2 };
+
 // One weight as the attributes describe it.
 struct Description {
   Kind kind;
   int64_t group_size;  // 0: one scale per output
-  bool zeros;
+  Points points;
   int64_t outputs;  // of an interleaved weight; 0: it is stored row by row
 
   bool quantized() const { return kind <= Kind::kInt8; }
-  int64_t buffers() const { return quantized() ? 2 + zeros : 1; }
+  int64_t buffers() const { return quantized() ? 2 + (points != Points::kNone) : 1; }
 };
 
 int64_t tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
-ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zeros, Weight& w) {
-  const Shape shape = w.interleaved ? Shape{tiles(w.n), w.groups, kTileRows} : Shape{w.n, w.groups};
-  if (shape_of(scales) != shape) {
+// The shape of scales, zeros and minima.
+Shape group_shape(const Weight& w) {
+  return w.interleaved ? Shape{tiles(w.n), w.groups, kTileRows} : Shape{w.n, w.groups};
+}
+
+ffi::Error read_scales(const ffi::AnyBuffer& scales, Weight& w) {
+  if (const Shape shape = group_shape(w); shape_of(scales) != shape) {
     return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
   }
   switch (scales.element_type()) {
@@ -43,11 +50,22 @@ ffi::Error check_groups(const ffi::AnyBuffer& scales, const ffi::AnyBuffer* zero
     return invalid("scales have another format's type");
   }
   w.scales = scales.untyped_data();
-  if (zeros == nullptr) return ffi::Error::Success();
-  if (shape_of(*zeros) != shape || zeros->element_type() != ffi::S8) {
-    return invalid("zeros must be int8 like the scales, got " + text(shape_of(*zeros)));
+  return ffi::Error::Success();
+}
+
+ffi::Error read_points(Points kind, const std::vector<ffi::AnyBuffer>& buffers, Weight& w) {
+  if (kind == Points::kNone) return ffi::Error::Success();
+  const ffi::AnyBuffer &scales = buffers[1], &points = buffers[2];
+  const bool fits = shape_of(points) == group_shape(w), zeros = kind == Points::kZeros;
+  if (zeros && (!fits || points.element_type() != ffi::S8)) {
+    return invalid("zeros must be int8 like the scales, got " + text(shape_of(points)));
   }
-  w.zeros = static_cast<const int8_t*>(zeros->untyped_data());
+  if (!zeros && (!fits || points.element_type() != scales.element_type())) {
+    return invalid("minima must be like the scales, got " + text(shape_of(points)));
+  }
+  if (!zeros && w.kind == Kind::kMxfp4) return invalid("MXFP4 has no minima");
+  if (zeros) w.zeros = static_cast<const int8_t*>(points.untyped_data());
+  if (!zeros) w.minima = points.untyped_data();
   return ffi::Error::Success();
 }
 
@@ -85,7 +103,8 @@ ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int
     return invalid("unknown group size " + std::to_string(d.group_size));
   }
   w.groups = padded / w.group_size;
-  return check_groups(buffers[1], d.zeros ? &buffers[2] : nullptr, w);
+  if (auto error = read_scales(buffers[1], w); error.failure()) return error;
+  return read_points(d.points, buffers, w);
 }
 
 // Memory for one prepared x. The thread keeps it for its next call.
@@ -166,7 +185,7 @@ ffi::Error read_input(const ffi::AnyBuffer& x, Input& input) {
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
                   ffi::RemainingRets results, int64_t levels, std::string_view instruction_set,
                   ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> group_sizes,
-                  ffi::Span<const int64_t> zeros, ffi::Span<const int64_t> outputs) {
+                  ffi::Span<const int64_t> points, ffi::Span<const int64_t> outputs) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
     return invalid("this machine cannot run " + std::string(instruction_set));
@@ -174,15 +193,17 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   Input input;
   if (auto error = read_input(x, input); error.failure()) return error;
   if (kinds.size() != results.size() || group_sizes.size() != kinds.size() ||
-      zeros.size() != kinds.size() || outputs.size() != kinds.size() || levels < 0 ||
+      points.size() != kinds.size() || outputs.size() != kinds.size() || levels < 0 ||
       levels > 127) {
     return invalid("attributes and results do not fit together");
   }
   std::vector<Product> products(kinds.size());
   int64_t first = 0;
   for (size_t i = 0; i < products.size(); ++i) {
-    const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], zeros[i] != 0, outputs[i]};
+    const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], static_cast<Points>(points[i]),
+                        outputs[i]};
     if (kinds[i] < 0 || d.kind > Kind::kFloat32) return invalid("unknown kind of weight");
+    if (points[i] < 0 || d.points > Points::kMinima) return invalid("unknown kind of points");
     if (levels != 0 && !d.quantized()) return invalid("integer products need a quantized weight");
     Product& p = products[i];
     if (auto error = read_weight(d, args, first, input.k, p.weight); error.failure()) return error;
@@ -213,5 +234,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_matmul, specjax::matmul,
                                   .Attr<std::string_view>("instruction_set")
                                   .Attr<ffi::Span<const int64_t>>("kinds")
                                   .Attr<ffi::Span<const int64_t>>("group_sizes")
-                                  .Attr<ffi::Span<const int64_t>>("zeros")
+                                  .Attr<ffi::Span<const int64_t>>("points")
                                   .Attr<ffi::Span<const int64_t>>("outputs"));

@@ -155,7 +155,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   const int64_t run = how.arithmetic == Arithmetic::kFloat32 ? kRun<Arithmetic::kFloat32> : 128;
   how.inputs = (w.inputs + 2 * run - 1) / (2 * run) * (2 * run);
   if (levels != 0) how.group_size = w.group_size;
-  if (levels != 0 || w.zeros != nullptr) how.sum_size = w.group_size < run ? w.group_size : run;
+  if (levels != 0 || w.has_points()) how.sum_size = w.group_size < run ? w.group_size : run;
   return how;
 }
 

@@ -61,20 +61,41 @@ struct Place {
   int64_t group, segment, groups, segments;  // the last two: per row
 };
 
-// y += the sums of the segment at `place`, for row `row` of x.
+// The values of the integer zero where there are minima, which are those of the smallest integer.
+SPECJAX_INLINE Float values_of_zero(const Weight& w, const Group& group) {
+  return fma(splat(static_cast<float>(offset(w.kind))), group.scale, group.minima);
+}
+
+// y + the sums of a segment whose integers count from the smallest one, and the minima's share.
+SPECJAX_INLINE Float add_from_smallest(const Group& group, Float sums, int32_t x_sum, float x_scale,
+                                       Float y) {
+  const Float minima = group.minima * to_float(Int{} + x_sum);
+  return fma(fma(sums, group.scale, minima), splat(x_scale), y);
+}
+
+// y += the sums of the segment at `place`, for row `row` of x. Minima are added for every input:
+// the decoder has left the offset in integers, which then count from the smallest one; it has
+// subtracted the offset from floats.
 template <Arithmetic A>
 SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
                                int64_t row, typename Sums<A>::Vector sum, Float& y) {
   const int64_t index = row * place.segments + place.segment;
   if constexpr (A == Arithmetic::kInteger) {
-    sum -= group.zeros * static_cast<const int32_t*>(p.x.sums)[index];
-    y = fma(to_float(sum), group.scale * p.x.scales[row * place.groups + place.group], y);
+    const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[index];
+    const float x_scale = p.x.scales[row * place.groups + place.group];
+    if (p.w.minima == nullptr) {
+      y = fma(to_float(sum - group.zeros * x_sum), group.scale * x_scale, y);
+    } else {
+      y = add_from_smallest(group, to_float(sum), x_sum, x_scale, y);
+    }
   } else {
-    if (p.w.zeros != nullptr) {  // the decoder has subtracted the offset
+    if (p.w.zeros != nullptr) {
       const Float zeros = to_float(offset(p.w.kind) - group.zeros);
       sum = fma(zeros, splat(static_cast<const float*>(p.x.sums)[index]), sum);
     }
     y = fma(sum, group.scale, y);
+    if (p.w.minima == nullptr) return;
+    y = fma(values_of_zero(p.w, group), splat(static_cast<const float*>(p.x.sums)[index]), y);
   }
 }
 

@@ -19,6 +19,7 @@ inline constexpr int kSideBySide = 2;       // vectors of outputs
 inline constexpr int kLinesAhead = 64;
 
 // Subtracts zeros · sums of x from the sums of a segment, for the portion's rows from `first` on.
+// Integers then count from the smallest one where there are minima.
 template <Arithmetic A, Kind kind>
 inline void take_zeros(const Product& p, const Group& group, const Place& place, int64_t first,
                        typename Sums<A>::Vector* sums) {
@@ -39,21 +40,36 @@ inline void take_zeros(const Product& p, const Group& group, const Place& place,
 template <Arithmetic A, Kind kind, int kCount>
 SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, const Place* places,
                                  int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
-  Float scales[kCount];
+  constexpr bool kIntegers = A == Arithmetic::kInteger;
+  Group of_outputs[kCount];
+  Float of_zero[kCount];
   const float* x_scales[kCount];
   SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
     const Group group = groups.read(vector, places[i].group);
-    if (p.w.zeros != nullptr) take_zeros<A, kind>(p, group, places[i], first, sums[i]);
-    scales[i] = group.scale;
+    if (kIntegers ? p.w.has_points() : p.w.zeros != nullptr) {
+      take_zeros<A, kind>(p, group, places[i], first, sums[i]);
+    }
+    of_outputs[i] = group, of_zero[i] = values_of_zero(p.w, group);
     x_scales[i] = p.x.scales + places[i].group * p.how.rows + first;
   }
   for (int64_t r = 0; r < p.how.portion; ++r) {
     Float total = y[r];
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
-      if constexpr (A == Arithmetic::kInteger) {
-        total = fma(to_float(sums[i][r] >> kShift<kind>), scales[i] * x_scales[i][r], total);
+      const Group& group = of_outputs[i];
+      const int64_t at = places[i].segment * p.how.rows + first + r;
+      if constexpr (kIntegers) {
+        const Float sum = to_float(sums[i][r] >> kShift<kind>);
+        if (p.w.minima == nullptr) {
+          total = fma(sum, group.scale * x_scales[i][r], total);
+        } else {
+          const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[at];
+          total = add_from_smallest(group, sum, x_sum, x_scales[i][r], total);
+        }
       } else {
-        total = fma(sums[i][r], scales[i], total);
+        total = fma(sums[i][r], group.scale, total);
+        if (p.w.minima == nullptr) continue;
+        const float x_sum = static_cast<const float*>(p.x.sums)[at];
+        total = fma(of_zero[i], splat(x_sum), total);
       }
     }
     y[r] = total;
