@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from jax import lax
 from numpy.typing import ArrayLike
 
 from checkpoints_tools.tokenizer import Tokenizer
-from pallas_kernels.formats import Bfloat16Weight, Weight, is_format
-from pallas_kernels.weight_values import take_rows
+from pallas_kernels.formats import Weight, is_format
+from specjax.model import parallel
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Layer, held, linear_shapes
@@ -115,8 +114,7 @@ def calibration_tokens(
 
 def embed(embedding: Weight, tokens: np.ndarray, config: ModelConfig) -> jax.Array:
     """The hidden states at the first layer's entrance: [S, T, D] in the model's dtype."""
-    table = cast(jax.Array | Bfloat16Weight, held(embedding, config.dtype))
-    return take_rows(table, jnp.asarray(tokens))
+    return parallel.embed(held(embedding, config.dtype), jnp.asarray(tokens), config)
 
 
 def observe(

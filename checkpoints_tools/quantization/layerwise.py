@@ -88,7 +88,7 @@ def quantize_layers(
     # The embedding is large: it is kept only if the head is made from it.
     head = embedding if tied and not config.tie_word_embeddings else None
     if signs is not None:
-        embedding = quarot.rotate_rows(embedding, signs)
+        embedding = quarot.rotate_rows(_plain("embedding", embedding), signs)
     yield "embedding", embedding
     finished, hidden = watcher.restore()
     if tokens is not None and hidden is None:
@@ -112,7 +112,7 @@ def quantize_layers(
     if head is None:
         return
     if signs is not None:
-        head = quarot.rotate_rows(head, final_norm.astype(jnp.float32) * signs)
+        head = quarot.rotate_rows(_plain(HEAD, head), final_norm.astype(jnp.float32) * signs)
         final_norm = jnp.ones_like(final_norm)
     if lm_head:
         read = None if hidden is None else observe_head(final_norm, hidden, config)

@@ -31,7 +31,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.formats import Weight
+from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
@@ -269,14 +270,17 @@ def own_part(x: jax.Array, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, axis=-1)
 
 
-def embed(embedding: jax.Array | Bfloat16Weight, tokens: jax.Array, vocab_size: int) -> jax.Array:
-    """Looks up tokens in an embedding of which the device may hold a part. [...] -> [..., D]."""
+def embed(embedding: Weight, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+    """Looks up tokens in an embedding of which the device may hold a part. [...] -> [..., D].
+
+    The values are rounded to the model's dtype, as all values between its layers are.
+    """
     held = embedding.shape[0]
-    if held == vocab_size:
-        return take_rows(embedding, tokens)
+    if held == config.vocab_size:
+        return round_to(take_rows(embedding, tokens), config.dtype)
     own = tokens - lax.axis_index(TENSOR) * held
     is_own = (own >= 0) & (own < held)
-    x = take_rows(embedding, jnp.where(is_own, own, 0))
+    x = round_to(take_rows(embedding, jnp.where(is_own, own, 0)), config.dtype)
     # Only one term of the sum is not zero, so it is exact.
     found: jax.Array = lax.psum(jnp.where(is_own[..., None], x, 0), TENSOR)
     return found

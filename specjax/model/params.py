@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from pallas_kernels import cpu
-from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, is_format, plain_weight
+from pallas_kernels.formats import Quantized, Weight, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
 from specjax.model.config import ModelConfig
 
@@ -49,7 +49,7 @@ LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # the fields of Layer that
 class Params:
     """A whole model.
 
-    embedding: (V, D), unquantized.
+    embedding: (V, D). It is looked up by rows, and serves as the head where the model is tied.
     layers: one `Layer` per block.
     final_norm: [D].
     lm_head: (V, D), or None where the embedding serves as the head (tied).
@@ -58,7 +58,7 @@ class Params:
         Static.
     """
 
-    embedding: jax.Array | Bfloat16Weight
+    embedding: Weight
     layers: tuple[Layer, ...]
     final_norm: jax.Array
     lm_head: Linear | None

@@ -94,7 +94,7 @@ def forward(
     """
     config = params.config
     context = pass_context(config, positions, ancestors, activation)
-    x = embed(params.embedding, tokens, config.vocab_size)
+    x = embed(params.embedding, tokens, config)
     for index in range(config.num_layers) if layers is None else layers:
         x, cache, _ = block(params.layers[index], index, x, cache, context)
     x = norm(x, params.final_norm, config, x.dtype)

@@ -30,10 +30,10 @@ import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.settings import own_settings
-from pallas_kernels.weight_values import take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
+from specjax.model.parallel import embed
 from specjax.model.params import Layer, Params, check_is_params
 from specjax.model.transformer import block, linear, norm, pass_context
 from specjax.planning.speed import LONGEST, Level, best_draft_lengths, speedup
@@ -92,7 +92,7 @@ def search_layers(
     count = params.config.num_layers
     tokens = _check(params.config, tokens, activation, least)
     kept = tuple(range(count))
-    x = take_rows(params.embedding, tokens)
+    x = embed(params.embedding, tokens, params.config)
     wanted = _choices(params, _through(params, kept, x, "a16"), "a16")
     found: list[LayerSet] = []
     while len(kept) > least:

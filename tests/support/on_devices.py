@@ -28,6 +28,7 @@ from specjax.model.parallel import mesh, shard
 from specjax.model.params import LINEARS
 from specjax.speculation.rounds import step
 from tests.support.random_models import CONFIG, random_model, random_prompts
+from tests.support.random_weights import random_weights
 
 WIDE = dataclasses.replace(
     CONFIG,
@@ -63,6 +64,7 @@ def models() -> dict[str, specjax.Params]:
     tied = dataclasses.replace(
         wide,
         layers=tuple(map(biased, wide.layers)),
+        embedding=random_weights(WIDE.vocab_size, WIDE.hidden_size)["int8-32-minima"],
         lm_head=None,
         config=dataclasses.replace(
             WIDE, tie_word_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True
