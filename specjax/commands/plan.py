@@ -223,7 +223,7 @@ def _best_by_length(
     """For each draft length of the first drafter the best of those below it, and what they give."""
     target, *inner = levels
     rows = []
-    for n in range(1, planning.speed.check_length(longest, "longest") + 1):
+    for n in range(1, planning.speed.check_longest(longest) + 1):
         first = dataclasses.replace(target, draft_length=n)
         below = planning.fastest_drafts(n, inner, draft_cost, longest)
         rows.append(

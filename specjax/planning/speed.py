@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from specjax.checks import check_integer
 
 LONGEST = 12  # drafts per round that are looked at unless told otherwise
+MOST = 256  # and when told otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,7 @@ def best_draft_lengths(
             dataclasses.replace(target, draft_length=n),
             *fastest_drafts(n, inner, draft_cost, longest),
         )
-        for n in range(1, check_length(longest, "longest") + 1)
+        for n in range(1, check_longest(longest) + 1)
     )
     return max(tried, key=lambda each: speedup(each, draft_cost))
 
@@ -161,7 +162,7 @@ def fastest_drafts(
     tokens: int, levels: Sequence[Level], draft_cost: float, longest: int = LONGEST
 ) -> tuple[Level, ...]:
     """Chooses the draft lengths with the smallest `draft_time` for so many tokens."""
-    lengths = itertools.product(range(1, longest + 1), repeat=len(levels))
+    lengths = itertools.product(range(1, check_longest(longest) + 1), repeat=len(levels))
     tried = (
         tuple(
             dataclasses.replace(level, draft_length=n)
@@ -228,6 +229,14 @@ def check_length(value: int, name: str = "draft_length") -> int:
     if check_integer(name, value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return int(value)
+
+
+def check_longest(value: int) -> int:
+    """Returns the longest draft to consider. Raises ValueError unless it is in 1 … MOST."""
+    longest = check_length(value, "longest")
+    if longest > MOST:
+        raise ValueError(f"longest must be at most {MOST}, got {longest}")
+    return longest
 
 
 def _as_levels(levels: Level | Sequence[Level]) -> tuple[Level, ...]:
