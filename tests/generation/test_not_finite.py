@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.cli import main
 from specjax.model.params import Linear, Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.sampling import greedy
@@ -152,3 +153,15 @@ def test_one_value_is_enough(value: float) -> None:
             assert not finite[-1, -1]
     assert not _finite(jnp.full((1, 1, 300), -jnp.inf)).any()
     assert greedy(jnp.asarray(logits))[0, 0] == 999
+
+
+def test_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, own_cache: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specjax.load", lambda source: HUGE)
+    monkeypatch.setattr("specjax.load_tokenizer", lambda source: WordTokenizer(CONFIG.vocab_size))
+    command = ["generate", "w5 w6 w7", "--drafter", "prompt-lookup", "--max-new-tokens", "8"]
+    assert main(command) == 1
+    output = capsys.readouterr()
+    assert output.out == "w5 w6 w7"
+    assert output.err.startswith("specjax: the model gave NaN or infinite logits after 0 new")
