@@ -104,7 +104,8 @@ def check(*, unsafe: bool = False) -> None:
       ValueError: as `run`.
       OSError: the sandbox does not work on this system.
     """
-    outcome = run(Program("def f(): return 1", "assert f() == 1", ("f",)), unsafe=unsafe)
+    program = Program("import heapq\ndef f(): return 1", "assert f() == 1", ("f",))
+    outcome = run(program, unsafe=unsafe)
     if not outcome.passed:
         raise OSError(f"the sandbox does not work on this system: {outcome.reason}")
 

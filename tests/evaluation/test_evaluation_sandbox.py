@@ -222,12 +222,13 @@ def test_the_filter(column: int, monkeypatch: Any) -> None:
 # What each wall does alone, since the others would hide that one is missing.
 SHOW = """
 import json, os, socket, sys
-from box import landlock, namespaces
+from box import landlock, linux, namespaces
 walls, base, library = sys.argv[1:]
 if walls == "namespaces":
     namespaces.enter(base, [library], 8)
     namespaces.number_children_anew()
 else:
+    linux.drop_capabilities()
     landlock.restrict([library], [base])
 reader, writer = os.pipe()
 if os.fork() == 0:

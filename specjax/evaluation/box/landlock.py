@@ -40,7 +40,8 @@ def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
       writable: files and folders to read and write, where files may be made and removed.
 
     Raises:
-      OSError: the system does not allow it.
+      OSError: the system does not allow it, or the process may still gain rights:
+        `linux.drop_capabilities` comes before.
     """
     version = call(_CREATE_RULESET, None, 0, _ASK_VERSION)
     network, scopes = 3, 3  # binding and connecting; abstract sockets and signals

@@ -53,7 +53,7 @@ def hide_memory() -> None:
 
 
 def drop_capabilities() -> None:
-    """Gives up the rights of the superuser, for good."""
+    """Gives up the rights of the superuser and the ways to gain rights, for good."""
     if MACHINE in _CAPSET:
         header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
         none = (ctypes.c_uint32 * 6)()

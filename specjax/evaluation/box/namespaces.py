@@ -53,6 +53,7 @@ def enter(base: str, libraries: Sequence[str], megabytes: int) -> None:
     call(_PIVOT_ROOT[os.uname().machine], b".", b".")  # the old root lies on top, until
     library("umount2", b".", _DETACH)
     os.chdir("/")
+    os.stat(os.__file__)  # a library that cannot be read is not here
 
 
 def number_children_anew() -> None:

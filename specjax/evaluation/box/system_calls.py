@@ -11,7 +11,7 @@ import errno
 import os
 import struct
 
-from .linux import MACHINE, PR_SET_NO_NEW_PRIVILEGES, PR_SET_SECCOMP, prctl
+from .linux import MACHINE, PR_SET_SECCOMP, prctl
 
 # From <linux/bpf_common.h>, <linux/seccomp.h> and <linux/audit.h>.
 _LOAD, _IF_EQUAL, _IF_GREATER, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -75,11 +75,13 @@ def is_known() -> bool:
 
 
 def forbid() -> None:
-    """Installs the filter for this process and its threads, for good."""
+    """Installs the filter for this process and its threads, for good.
+
+    Raises OSError where the process may still gain rights: `linux.drop_capabilities` comes before.
+    """
     filter_ = _filter(os.getpid())
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in filter_))
     program = ctypes.create_string_buffer(struct.pack("HP", len(filter_), ctypes.addressof(code)))
-    prctl(PR_SET_NO_NEW_PRIVILEGES, 1)
     prctl(PR_SET_SECCOMP, _MODE_FILTER, program)
 
 
