@@ -21,6 +21,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save
 
 from checkpoints_tools.tiny_corpus import END_OF_TEXT
+from specjax.files.atomic_directory import replacing
 
 ArrayTree = dict[str, Any]  # nested by module; the leaves are arrays
 
@@ -182,21 +183,14 @@ def tokenizer_config(config: LlamaConfig) -> dict[str, Any]:
 
 def export_hf(config: LlamaConfig, params: ArrayTree, tokenizer: Path, target: Path) -> None:
     """Writes the model as a Hugging Face directory, whole or not at all."""
-    fresh, old = target.with_name(target.name + ".new"), target.with_name(target.name + ".old")
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    weights = save(hf_tensors(params), metadata={"format": "pt"})
-    (fresh / "model.safetensors").write_bytes(weights)
-    shutil.copyfile(tokenizer, fresh / "tokenizer.json")
-    documents = {
-        "config.json": hf_config(config),
-        "generation_config.json": {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False},
-        "tokenizer_config.json": tokenizer_config(config),
-    }
-    for name, content in documents.items():
-        (fresh / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if target.exists():
-        target.rename(old)
-    fresh.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing(target) as fresh:
+        weights = save(hf_tensors(params), metadata={"format": "pt"})
+        (fresh / "model.safetensors").write_bytes(weights)
+        shutil.copyfile(tokenizer, fresh / "tokenizer.json")
+        documents = {
+            "config.json": hf_config(config),
+            "generation_config.json": {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False},
+            "tokenizer_config.json": tokenizer_config(config),
+        }
+        for name, content in documents.items():
+            (fresh / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

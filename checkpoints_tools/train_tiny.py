@@ -20,6 +20,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from specjax.files import interruption
+
+if __name__ == "__main__":
+    interruption.listen("train_tiny")  # here: the imports below take seconds
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +34,7 @@ import orbax.checkpoint as ocp
 from checkpoints_tools import tiny_corpus
 from checkpoints_tools.tiny_corpus import KINDS, RunError
 from checkpoints_tools.tiny_model import PRESETS, ArrayTree, Llama, LlamaConfig, export_hf
+from specjax.files.outputs import write_whole
 
 # Kinds of text among 20 consecutive rows. Novels teach the language. A model remembers best the
 # text of the decay, so the decay favors the simple stories and word problems that it should write.
@@ -272,7 +278,7 @@ def check_same_run(options: argparse.Namespace) -> None:
     path = options.out / "run.json"
     settings = {name: getattr(options, name) for name in ("preset", "rows", "optimizer")}
     if not path.exists():
-        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(settings) + "\n")
     elif (before := json.loads(path.read_text(encoding="utf-8"))) != settings:
         raise RunError(f"{options.out} holds a run with other settings: {before}")
 
@@ -298,4 +304,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interruption.end(main())

@@ -7,14 +7,17 @@ killed run continues where it stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from specjax.drafting.datastore import Datastore
 from specjax.evaluation.scoring import score_tokens
+from specjax.files import interruption
 from specjax.files.digests import digest
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
+from specjax.files.outputs import replacing_file
 from specjax.generation.text import Tokenizer
 from specjax.model.parallel import whole_rows
 from specjax.model.params import Params
@@ -68,7 +71,8 @@ def build_datastore(
     if refine and keep is not None and keep < len(sequences):
         path = Path(out).resolve()
         scores = path.parent / f".{path.name}.scores-{digest(params, sequences)}"
-        nats = score_sequences(params, sequences, scores, rows, progress)
+        with interruption.unfinished(partial(_kept, scores)):
+            nats = score_sequences(params, sequences, scores, rows, progress)
         best = np.sort(np.argsort(nats, kind="stable")[:keep])
         store = Datastore.create([sequences[index] for index in best], params.config.vocab_size)
         store.save(out)
@@ -77,6 +81,15 @@ def build_datastore(
     store = Datastore.create(sequences[:keep], params.config.vocab_size)
     store.save(out)
     return store
+
+
+def _kept(scores: Path) -> str | None:
+    """Says what a build that is told to end leaves behind: nothing before the first score."""
+    known = np.isfinite(np.fromfile(scores, np.float32)).sum() if scores.exists() else 0
+    if not known:
+        scores.unlink(missing_ok=True)
+        return None
+    return f"{known} scores are kept in {scores}, and the same command goes on from there"
 
 
 def score_sequences(
@@ -90,9 +103,9 @@ def score_sequences(
 
     `path` is the file of the scores so far, with NaN for the missing ones.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        np.full(len(sequences), np.nan, np.float32).tofile(path)
+        with replacing_file(path) as file:  # a part of it would be filled up with zeros, the best
+            file.write_bytes(np.full(len(sequences), np.nan, np.float32).tobytes())
     scores = np.memmap(path, np.float32, "r+", shape=(len(sequences),))
     lengths = np.array([len(sequence) for sequence in sequences])
     order = np.argsort(lengths, kind="stable")  # similar lengths together: less padding

@@ -12,11 +12,15 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from specjax.checks import Check, Whole, check_flag, check_text, printable, shown
+from specjax.files import interruption
+from specjax.files.disk_space import room_for
 from specjax.files.json_objects import parse
+from specjax.files.outputs import replacing_file
 
 Record = dict[str, Any]
 _HEAD = "specjax_results"
@@ -41,6 +45,7 @@ class Results:
         self._path = path
         self._head = {_HEAD: 1, **settings}
         self._descriptor: int | None = None
+        self._stack = ExitStack()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _locked(path)
@@ -71,13 +76,11 @@ class Results:
         """Rewrites the file with the records of a finished run in this order."""
         if self._path is None:
             return
-        temporary = self._path.with_name(f".{self._path.name}.sorted")
-        with temporary.open("wb") as file:
+        with replacing_file(self._path) as temporary, temporary.open("wb") as file:
             file.write(_line(self._head))
             file.writelines(_line(self.records[key]) for key in order)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self._path)
 
     def close(self) -> None:
         """Lets another process write to the file."""
@@ -86,10 +89,22 @@ class Results:
             self._descriptor = None
 
     def __enter__(self) -> Results:
+        self._stack.callback(self.close)
+        self._stack.enter_context(interruption.unfinished(self._kept))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
+
+    def _kept(self) -> str | None:
+        """Says what a run that is told to end leaves behind: nothing before the first result."""
+        if self._path is None:
+            return None
+        if not self.records:
+            self._path.unlink(missing_ok=True)
+            return None
+        count = len(self.records)
+        return f"{count} results are kept in {self._path}, and the same command goes on from there"
 
     def _take_up(self, path: Path) -> None:
         """Reads the records of an earlier run, and cuts off a torn last line."""
@@ -118,8 +133,11 @@ class Results:
             )
 
     def _write(self, record: Record) -> None:
-        if self._descriptor is not None:
-            line = _line(record)
+        if self._descriptor is None:
+            return
+        assert self._path is not None
+        line = _line(record)
+        with room_for(self._path, left="holds the results so far"):
             while line:  # a write may take a part only
                 line = line[os.write(self._descriptor, line) :]
             os.fsync(self._descriptor)

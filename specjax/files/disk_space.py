@@ -9,26 +9,29 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+_UNTOUCHED = "was not written and is as it was before"
+
 
 @contextlib.contextmanager
-def room_for(target: Path, nbytes: int = 0) -> Iterator[None]:
+def room_for(target: Path, nbytes: int = 0, *, left: str = _UNTOUCHED) -> Iterator[None]:
     """Raises one OSError with ENOSPC where the disk has no room for what the block writes.
 
     The check comes before the block, because threads that write report a full disk with pages on
-    standard error. Where the disk fills up in the block, the block must leave `target` as it was.
+    standard error.
 
     Args:
       target: what is being made; its message names it.
       nbytes: the most bytes that the block writes; 0 if that is not known.
+      left: what becomes of `target` where the disk fills up in the block.
     """
     if _free(target) < nbytes:
-        raise _disk_full(target, nbytes)
+        raise _disk_full(target, nbytes, _UNTOUCHED)
     try:
         yield
     except Exception as error:
         if not is_disk_full(error):
             raise
-        raise _disk_full(target, nbytes) from error
+        raise _disk_full(target, nbytes, left) from error
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -41,9 +44,9 @@ def _free(target: Path) -> int:
     return shutil.disk_usage(next(each for each in target.resolve().parents if each.exists())).free
 
 
-def _disk_full(target: Path, nbytes: int) -> OSError:
+def _disk_full(target: Path, nbytes: int, left: str) -> OSError:
     free = _free(target)
-    message = f"the disk is full: {target} was not written and is as it was before"
+    message = f"the disk is full: {target} {left}"
     if nbytes:
         message += f"; up to {nbytes / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free"
     if nbytes > free:
