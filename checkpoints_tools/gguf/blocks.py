@@ -6,10 +6,14 @@ can hold the same values exactly, the weight stays as small as it was:
 | ggml | held as |
 | --- | --- |
 | Q4_0 | `Int4Weight`, groups of 32, float16 scales |
+| Q4_1 | `Int4Weight`, groups of 32, float16 scales and minima |
+| Q4_K | `Int4Weight`, groups of 32, float32 scales and minima |
 | Q5_0, Q8_0 | `Int8Weight`, groups of 32, float16 scales |
+| Q5_1 | `Int8Weight`, groups of 32, float16 scales and minima |
+| Q5_K | `Int8Weight`, groups of 32, float32 scales and minima |
 | MXFP4 | `Mxfp4Weight` |
 | F32, F16, BF16 | an array |
-| others, such as Q4_1 and Q6_K | a float32 array, which a model in bfloat16 rounds |
+| others, such as Q6_K | a float32 array, which a model in bfloat16 rounds |
 """
 
 from __future__ import annotations
@@ -56,23 +60,68 @@ def _rows(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), -1)
 
 
+def _int4(q: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> Quantized:
+    """q: uint8[N, …] in 0 … 15, of which 8 stands for zero where there are no minima."""
+    lowest = None if minima is None else jnp.asarray(_rows(minima))
+    integers = jnp.asarray(_rows(q).astype(np.int8) - np.int8(8))
+    return int4_from_integers(integers, jnp.asarray(_rows(scales)), GROUP, minima=lowest)
+
+
+def _int8(q: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> Quantized:
+    """q: int8[N, …]; where there are minima, -128 stands for them."""
+    lowest = None if minima is None else jnp.asarray(_rows(minima))
+    return int8_from_integers(
+        jnp.asarray(_rows(q)), jnp.asarray(_rows(scales)), GROUP, minima=lowest
+    )
+
+
 def _q4_0(blocks: Blocks) -> Quantized:
-    q = _rows(_nibbles(blocks[..., 2:])).astype(np.int8) - np.int8(8)
-    return int4_from_integers(jnp.asarray(q), jnp.asarray(_rows(_halves(blocks, 0))), GROUP)
+    return _int4(_nibbles(blocks[..., 2:]), _halves(blocks, 0))
+
+
+def _q4_1(blocks: Blocks) -> Quantized:
+    return _int4(_nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q5_0(blocks: Blocks) -> Quantized:
     q = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return _int8(q.astype(np.int8) - np.int8(16), blocks)
+    return _int8(q.astype(np.int8) - np.int8(16), _halves(blocks, 0))
+
+
+def _q5_1(blocks: Blocks) -> Quantized:
+    q = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
+    return _int8((q ^ 0x80).view(np.int8), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q8_0(blocks: Blocks) -> Quantized:
-    return _int8(np.ascontiguousarray(blocks[..., 2:]).view(np.int8), blocks)
+    return _int8(np.ascontiguousarray(blocks[..., 2:]).view(np.int8), _halves(blocks, 0))
 
 
-def _int8(q: np.ndarray, blocks: Blocks) -> Quantized:
-    scales = _rows(_halves(blocks, 0))
-    return int8_from_integers(jnp.asarray(_rows(q)), jnp.asarray(scales), GROUP)
+def _q4_k(blocks: Blocks) -> Quantized:
+    scales, minima = _k_scales(blocks)
+    return _int4(_nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)), scales, minima)
+
+
+def _q5_k(blocks: Blocks) -> Quantized:
+    scales, minima = _k_scales(blocks)
+    q = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32))
+    bits = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little")  # [N, blocks, 32, 8]
+    fifth = np.moveaxis(bits, -1, -2).reshape(q.shape) << 4
+    return _int8(((q | fifth) ^ 0x80).view(np.int8), scales, minima)
+
+
+def _k_scales(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minima of eight groups of 32: f32[N, blocks, 8] twice.
+
+    They are 6-bit integers times two float16 numbers, which float32 holds exactly. Twelve bytes
+    hold the integers: the lower six bits of bytes 0 … 3 and 4 … 7 are the first four of each kind,
+    and their upper two bits belong to the last four, whose lower four bits are nibbles of the rest.
+    """
+    one, two, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    factors = np.concatenate((one & 63, (rest & 15) | (one >> 6 << 4)), axis=-1)
+    offsets = np.concatenate((two & 63, (rest >> 4) | (two >> 6 << 4)), axis=-1)
+    units = _halves(blocks, 0, 2).astype(np.float32)
+    return units[..., :1] * factors, -(units[..., 1:] * offsets)
 
 
 def _mxfp4(blocks: Blocks) -> Quantized:
@@ -81,7 +130,8 @@ def _mxfp4(blocks: Blocks) -> Quantized:
 
 
 EXACT: dict[str, Callable[[Blocks], Quantized]] = {
-    "Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0, "MXFP4": _mxfp4,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "MXFP4": _mxfp4,
 }  # fmt: skip
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 

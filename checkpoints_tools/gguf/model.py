@@ -18,7 +18,6 @@ from checkpoints_tools.gguf.header import GgufTensor, Header, read_headers
 from checkpoints_tools.gguf.metadata import model_config
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
 from pallas_kernels.formats import Quantized
-from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
 from specjax.model.weight_names import HEAD, weight_shapes
 
@@ -76,8 +75,6 @@ class GgufWeight:
                 raise ValueError(
                     f"the tensor {self.tensor.name} in {self.tensor.file} holds NaN or infinity"
                 )
-        if self.tensor.name == OUTER_NAMES["embedding"]:  # whose rows are looked up
-            return dequantize(found)
         return found if self.pairs is None else _halves(found, self.pairs)
 
 
