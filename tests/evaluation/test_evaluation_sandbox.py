@@ -21,7 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.evaluation import sandbox
-from specjax.evaluation.box import messages, scratch, system_calls, tests_side
+from specjax.evaluation.box import (
+    landlock,
+    messages,
+    namespaces,
+    scratch,
+    system_calls,
+    tests_side,
+)
 from specjax.evaluation.sandbox import Outcome, Program, run
 from tests.support import attacked
 
@@ -217,6 +224,14 @@ def test_the_filter(column: int, monkeypatch: Any) -> None:
     assert _filtered(its, prctl, 1) == errno.EPERM and _filtered(its, prctl, 15) == 0
     assert _filtered(its, fcntl, 0, 8) == errno.EPERM and _filtered(its, fcntl, 0, 3) == 0
     assert _filtered(its, pair, 1, 2) == errno.EPERM and _filtered(its, pair, 1, 1 | 1 << 19) == 0
+
+
+def test_there_are_no_walls_on_other_systems(monkeypatch: Any) -> None:
+    for module in (namespaces, landlock, system_calls):
+        monkeypatch.setattr(module, "MACHINE", "")
+    assert not landlock.is_known() and not system_calls.is_known()
+    with pytest.raises(OSError, match="not implemented"):
+        namespaces.enter("/", [], 1)
 
 
 # What each wall does alone, since the others would hide that one is missing.

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Sequence
 
-from .linux import call
+from .linux import MACHINE, call
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
@@ -27,7 +27,7 @@ _CREATE_NODES = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11  # devices, sockets and pipe
 def is_known() -> bool:
     """Whether this system has Landlock, in a version that does what is needed."""
     try:
-        return call(_CREATE_RULESET, None, 0, _ASK_VERSION) >= _OLDEST
+        return bool(MACHINE) and call(_CREATE_RULESET, None, 0, _ASK_VERSION) >= _OLDEST
     except OSError:
         return False
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 from collections.abc import Sequence
 
-from .linux import call, library
+from .linux import MACHINE, call, library
 
 # From <sched.h> and <sys/mount.h>.
 _NEW_USER, _NEW_PROCESSES = 0x10000000, 0x20000000
@@ -37,6 +38,8 @@ def enter(base: str, libraries: Sequence[str], megabytes: int) -> None:
     Raises:
       OSError: the system does not allow it. This process may then be in some of the namespaces.
     """
+    if MACHINE not in _PIVOT_ROOT:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     _unshare()
     library("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
     found = [path for path in (*libraries, *DEVICES) if os.path.exists(path)]
@@ -50,7 +53,7 @@ def enter(base: str, libraries: Sequence[str], megabytes: int) -> None:
     os.makedirs(f".{FOLDER}", exist_ok=True)
     _mount_memory(f".{FOLDER}", f"size={megabytes}m,nr_inodes={_FILES},mode=777")
     _set_attributes(".", _READ_ONLY, 0)
-    call(_PIVOT_ROOT[os.uname().machine], b".", b".")  # the old root lies on top, until
+    call(_PIVOT_ROOT[MACHINE], b".", b".")  # the old root lies on top, until
     library("umount2", b".", _DETACH)
     os.chdir("/")
     os.stat(os.__file__)  # a library that cannot be read is not here
