@@ -61,8 +61,8 @@ class ResumableRun(Watcher):
         progress: bool,
         nbytes: int,
     ) -> None:
-        self._out, self._nbytes, self._layers, self._done = out, nbytes, config.num_layers, 0
-        self._folder = WorkingFolder(out, key)
+        self._out, self._key, self._nbytes = out, key, nbytes
+        self._layers, self._done = config.num_layers, 0
         self._stack = ExitStack()
         sequences = 0 if tokens is None else len(tokens)
         self._steps = len(LINEARS) + recipe.has("awq") + 2 * sequences  # per layer
@@ -74,13 +74,16 @@ class ResumableRun(Watcher):
         )
 
     def __enter__(self) -> ResumableRun:
+        with interruption.undisturbed():
+            self._folder = WorkingFolder(self._out, self._key)
+            self._stack.enter_context(interruption.unfinished(self._undo))
         try:
             room = max(2 * self._nbytes - self._folder.nbytes, 0)
             self._stack.enter_context(room_for(self._out, room))
         except BaseException:
             self._close(keep=True)
+            self._stack.close()
             raise
-        self._stack.enter_context(interruption.unfinished(self._undo))
         return self
 
     def __exit__(

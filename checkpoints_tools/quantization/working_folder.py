@@ -90,17 +90,17 @@ class WorkingFolder:
         is using.
         """
         if remove or not self.holds_layers:
-            shutil.rmtree(self.path)
+            _remove(self.path)
         os.close(self._held)
         for other in self._others() if remove else ():
             lock = _lock(other)
             if lock is not None:
-                shutil.rmtree(other)
+                _remove(other)
                 os.close(lock)
 
     def give_up(self) -> None:
         """Ends the work, and keeps nothing."""
-        shutil.rmtree(self.path)
+        _remove(self.path)
         os.close(self._held)
 
     def _others(self) -> Iterator[Path]:
@@ -110,6 +110,11 @@ class WorkingFolder:
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index}.safetensors"
+
+
+def _remove(folder: Path) -> None:
+    (folder / STATE).unlink(missing_ok=True)  # first: no run shall look for the layers it counts
+    shutil.rmtree(folder)
 
 
 def _lock(folder: Path) -> int | None:

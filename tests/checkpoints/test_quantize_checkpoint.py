@@ -156,6 +156,21 @@ def test_working_folders(tmp_path: Path) -> None:
     assert not leftovers(tmp_path / "out")
 
 
+# A kill while the folder is removed leaves no count of layers that are gone.
+def test_killed_while_the_folder_is_removed(tmp_path: Path, monkeypatch) -> None:
+    folder = WorkingFolder(tmp_path / "out", "key")
+    folder.keep(0, random_model().layers[0], None)
+
+    def killed(_: Path) -> None:
+        raise CutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(CutError):
+            folder.close(remove=True)
+    assert folder.restore() == ([], None)
+
+
 # Once the checkpoint is whole, the folders of abandoned runs are removed. A run that is still at
 # work and the folders of checkpoints with similar names stay.
 def test_given_up_folders(tmp_path: Path) -> None:
