@@ -33,6 +33,7 @@ _TESTS = {"forge": "assert f() is True\nassert False", "reach": "assert f() is T
 _UNSHARE = {"x86_64": 272, "aarch64": 97}
 _LANDLOCK = 444
 _JOBS = 4
+_SLOW = 13  # a priority that nobody else gives
 _HARMLESS = """
 import decimal, heapq, threading
 with open("note", "w") as file:
@@ -140,7 +141,7 @@ def _surroundings(folder: Path) -> Iterator[Any]:
         stack.callback(victim.kill)
         places = {
             "SECRET": str(secret), "CANARY": str(canary), "SOCKET": name, "VICTIM": victim.pid,
-            "EVALUATOR": os.getpid(), "PORT": addresses[0][1],
+            "EVALUATOR": os.getpid(), "PORT": addresses[0][1], "SLOW": _SLOW,
         }  # fmt: skip
 
         def harm() -> list[str]:
@@ -148,7 +149,7 @@ def _surroundings(folder: Path) -> Iterator[Any]:
             found += [f"{each} is new" for each in canary.iterdir()]
             if _state(secret) != before:
                 found.append("the secret was changed")
-            if victim.poll() is not None or os.getpriority(os.PRIO_PROCESS, victim.pid) != 0:
+            if victim.poll() is not None or os.getpriority(os.PRIO_PROCESS, victim.pid) == _SLOW:
                 found.append("the victim was reached")
             return found
 
