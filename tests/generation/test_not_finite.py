@@ -16,6 +16,7 @@ from specjax.speculation.drafter import Drafter
 from specjax.speculation.sampling import greedy
 from specjax.speculation.state import DecodeState, Proposal
 from specjax.speculation.verification import _finite
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model
 from tests.support.tree_drafter import TreeDrafter
 from tests.support.word_tokenizer import WordTokenizer
@@ -23,6 +24,7 @@ from tests.support.word_tokenizer import WordTokenizer
 PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5]]
 NEW = 8
 SOUND = random_model()
+NUCLEUS = specjax.Sampling(top_p=0.9)
 HUGE = dataclasses.replace(SOUND, lm_head=Linear(jnp.full(SOUND.head.weight.shape, 3e38)))
 
 
@@ -67,14 +69,14 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_a_row_fails_where_its_logits_do(plain: specjax.DecodeResult, drafter) -> None:
+@pytest.mark.parametrize("name", representatives(DRAFTERS, "chain", "tree"))
+def test_a_row_fails_where_its_logits_do(plain: specjax.DecodeResult, name: str) -> None:
     """The output up to there is that of a sound model, and so is the other row's."""
     first, second = outputs(plain)
     at = next(i for i in range(5, len(first)) if first[i] not in (*first[:i], *second))
     params = without(SOUND, first[at])
     result = specjax.decode(
-        params, PROMPTS, max_new_tokens=NEW, drafter=drafter(params), stop_tokens=()
+        params, PROMPTS, max_new_tokens=NEW, drafter=DRAFTERS[name](params), stop_tokens=()
     )
     assert outputs(result) == [first[: at + 1], second]
     np.testing.assert_array_equal(result.failed, [True, False])
@@ -91,7 +93,7 @@ def test_a_rejected_draft_fails_nothing(plain: specjax.DecodeResult) -> None:
     assert not result.failed.any()
 
 
-@pytest.mark.parametrize("sampling", [None, specjax.Sampling(top_p=0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", representatives([None, NUCLEUS], NUCLEUS), ids=repr)
 def test_no_door_gives_a_text(sampling: specjax.Sampling | None) -> None:
     options = {"max_new_tokens": NEW, "drafter": specjax.PromptLookup(2), "sampling": sampling}
     if sampling is not None:

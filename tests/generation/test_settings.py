@@ -14,6 +14,7 @@ import pytest
 import specjax
 from specjax import Adaptive, Combined, DraftModel, LayerSkip, Lookahead, MultiLevel, Sampling
 from specjax.drafting.datastore import Datastore
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model
 from tests.support.small_tokenizers import PERMUTED, TINY
 from tests.support.tree_drafter import TreeDrafter
@@ -36,6 +37,9 @@ DRAFTERS = {
     "tree": TreeDrafter(PARAMS, (2, 1)),
 }
 EVERYTHING = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+SAMPLINGS = pytest.mark.parametrize(
+    "sampling", representatives([None, EVERYTHING], EVERYTHING), ids=["greedy", "sampled"]
+)
 
 
 @contextmanager
@@ -49,15 +53,13 @@ def _options(sampling: Sampling | None) -> dict[str, object]:
     return {"max_new_tokens": 6, "sampling": sampling, "key": key}
 
 
-@pytest.mark.parametrize("sampling", [None, EVERYTHING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-@pytest.mark.covering(1)
-def test_the_program_is_the_same(drafter: specjax.Drafter, sampling: Sampling | None) -> None:
-    options = _options(sampling)
+@SAMPLINGS
+@pytest.mark.parametrize("name", representatives(DRAFTERS, "QSpec", "levels", "guesses"))
+def test_the_program_is_the_same(name: str, sampling: Sampling | None) -> None:
+    options = _options(sampling) | {"drafter": DRAFTERS[name]}
 
     def program() -> str:
         """All that decoding computes."""
-        options["drafter"] = drafter
         text = str(
             jax.make_jaxpr(lambda params: specjax.decode(params, PROMPTS, **options))(PARAMS)
         )
@@ -68,31 +70,26 @@ def test_the_program_is_the_same(drafter: specjax.Drafter, sampling: Sampling | 
         assert program() == plain
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(None, marks=pytest.mark.exhaustive), EVERYTHING],
-    ids=["greedy", "sampled"],
-)
+@SAMPLINGS
 def test_the_tokens_are_the_same(sampling: Sampling | None) -> None:
-    options = _options(sampling) | {"drafter": DRAFTERS["levels"]}
+    options = _options(sampling) | {"drafter": DRAFTERS["QSpec"]}
     plain = specjax.decode(PARAMS, PROMPTS, **options)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(plain)]
-    many = specjax.decode_many(PARAMS, PROMPTS, rows=1, **options)
     with wide_and_strict():
         rows = jnp.array([PROMPTS[0], [*PROMPTS[1], 0, 0]])
         assert rows.dtype == jnp.int64
-        result = specjax.decode(PARAMS, rows, prompt_lengths=jnp.array([5, 3]), **options)
-        inside = jax.jit(lambda params: specjax.decode(params, PROMPTS, **options))(PARAMS)
+        lengths = {"prompt_lengths": jnp.array([5, 3])}
+        decode = jax.jit(lambda rows, given: specjax.decode(PARAMS, rows, **given, **options))
+        result = decode(rows, lengths)
         completions = specjax.decode_many(PARAMS, PROMPTS, rows=1, **options)
-        rounds = list(specjax.stream(PARAMS, PROMPTS[1], **options))
-    for each in (result, inside):
-        jax.tree.map(np.testing.assert_array_equal, each, plain)
-        assert [leaf.dtype for leaf in jax.tree.leaves(each)] == dtypes
-    for one, other in zip(completions, many, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-    assert sum(len(each.tokens) for each in rounds) == 6
+        assert sum(len(each.tokens) for each in specjax.stream(PARAMS, PROMPTS[1], **options)) == 6
+    jax.tree.map(np.testing.assert_array_equal, result, plain)
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(each)] for each in (result, plain)]
+    assert dtypes[0] == dtypes[1]
+    for completion, tokens, length in zip(completions, plain.tokens, plain.lengths, strict=True):
+        np.testing.assert_array_equal(completion.tokens, tokens[:length])
 
 
+@pytest.mark.exhaustive
 def test_another_tokenizer_is_asked_with_32_bits() -> None:
     """Its part runs on the host, outside the program."""
     size = TINY.vocab_size
