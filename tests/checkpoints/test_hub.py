@@ -45,9 +45,11 @@ def test_names(source: str, expected: HubName | None) -> None:
 
 
 def _run(home: Path, *sources: str, **environment: str) -> list[str]:
+    settings = {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    settings |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *sources], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | environment,
+        env=os.environ | settings | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
