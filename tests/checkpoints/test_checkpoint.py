@@ -10,12 +10,9 @@ import gc
 import json
 import logging
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +28,6 @@ from specjax.files import atomic_directory
 from specjax.model.config import RopeScaling
 from specjax.model.params import Params, stored
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
-from tests.support.hf_directories import write_model
 from tests.support.random_models import CONFIG, random_model
 from tests.support.random_weights import FORMATS, random_weights
 
@@ -333,54 +329,3 @@ def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with atomic_directory.replacing(tmp_path / "out") as directory:
         (directory / "file").write_text("whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp-other", "out"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Converter:
-    """Converts `source` to `out` in processes that can be killed."""
-
-    source: Path
-    out: Path
-
-    def run(self, kill_after: float | None = None) -> float:
-        """Converts, killed so many seconds after writing began. Returns the time of writing."""
-        script = (
-            "import sys; from checkpoints_tools.conversion import convert;"
-            "convert(sys.argv[1], sys.argv[2], quantization='rtn', progress=False)"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(self.source), str(self.out)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        )
-        while not any(self.out.parent.glob(".out.tmp-*")) and process.poll() is None:
-            time.sleep(0.001)
-        started = time.perf_counter()
-        if kill_after is not None:
-            time.sleep(kill_after)
-            process.send_signal(signal.SIGKILL)
-        while any(self.out.parent.glob(".out.tmp-*")) and process.poll() is None:
-            time.sleep(0.001)
-        elapsed = time.perf_counter() - started
-        assert process.wait() == 0 or kill_after is not None
-        return elapsed
-
-
-# Whenever a conversion is killed, it leaves the whole old checkpoint, the whole new one, or none.
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    converter = Converter(write_model(tmp_path / "source"), tmp_path / "out")
-    writing = converter.run()
-    new = checkpoint.load(converter.out)
-    shutil.rmtree(converter.out)
-    moments = random.Random(0)
-    for replaces in (False, True, True, False, True, True):
-        if replaces:
-            checkpoint.save(model("tied"), converter.out)
-        converter.run(moments.uniform(0, 1.2) * writing)
-        if replaces or converter.out.exists():
-            found = checkpoint.load(converter.out)
-            old = found.config == model("tied").config
-            assert_same(found, model("tied") if old else new)
-        shutil.rmtree(converter.out, ignore_errors=True)
-    converter.run()
-    assert_same(checkpoint.load(converter.out), new)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

@@ -18,6 +18,15 @@ from pallas_kernels.formats import (
     plain_weight,
 )
 
+FORMATS = (
+    "int4-32", "int4-64", "int4-128", "int4-channel",
+    "int4-32-zeros", "int4-128-zeros", "int4-channel-zeros",
+    "int4-32-minima", "int4-channel-minima", "int4-outliers",
+    "mxfp4",
+    "int8-64", "int8-32-minima", "int8-channel",
+    "bfloat16", "float32",
+)  # fmt: skip
+
 
 def random_int4(
     n: int,
@@ -68,7 +77,7 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
     narrow = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 32))), jnp.float16)
     minima = random_minima(narrow, 256)
     values = jnp.asarray(rng.normal(size=(n, k)) * 0.05, jnp.float32)
-    return {
+    weights = {
         "int4-32": random_int4(n, k, 32, "float16"),
         "int4-64": random_int4(n, k, 64, "float32"),
         "int4-128": random_int4(n, k, 128),
@@ -86,9 +95,8 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
         "bfloat16": plain_weight(values.astype(jnp.bfloat16)),
         "float32": values,
     }
-
-
-FORMATS = tuple(random_weights(1, 1))
+    assert tuple(weights) == FORMATS
+    return weights
 
 
 def random_rows(m: int, k: int, dtype: str = "bfloat16") -> jax.Array:

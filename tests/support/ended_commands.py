@@ -1,0 +1,138 @@
+"""Commands that write, run in processes of their own and ended at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import psutil
+
+from checkpoints_tools import checkpoint
+from tests.conftest import ROOT
+
+SPECJAX = (sys.executable, "-m", "specjax.cli")
+_PATIENCE = 120.0  # seconds for a command
+_GRACE = 3.0  # seconds for the processes that it started to end after it
+
+
+class Ended(NamedTuple):
+    """status; errors: its standard error; lasted: seconds until the signal, or until it ended."""
+
+    status: int
+    errors: str
+    lasted: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command that writes.
+
+    folder: where it runs; its output appears there, and whatever it leaves.
+    arguments: the whole command line.
+    output: the path in the folder of what it writes.
+    """
+
+    folder: Path
+    arguments: tuple[str, ...]
+    output: str
+
+    @property
+    def target(self) -> Path:
+        return self.folder / self.output
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[subprocess.Popen[str]]:
+        """The command in its process; it must have ended with the block, and all its children."""
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            self.arguments, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def run(self) -> tuple[float, float]:
+        """Runs it to its end. Returns the seconds until it wrote something, and until its end."""
+        before, begin = self.look(), time.perf_counter()
+        with self.running() as process:
+            while self.look() == before and process.poll() is None:
+                time.sleep(0.002)
+            wrote = time.perf_counter() - begin
+            _, errors = process.communicate(timeout=_PATIENCE)
+        assert process.returncode == 0, errors
+        return wrote, time.perf_counter() - begin
+
+    def kill(self, number: int, delay: float, *, writing: bool) -> Ended:
+        """Sends it a signal so many seconds after its start, or after it began to write.
+
+        All that it started has ended with it.
+        """
+        before = self.look()
+        with self.running() as process:
+            while writing and self.look() == before and process.poll() is None:
+                time.sleep(0.001)
+            begin = time.perf_counter()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(delay)
+            lasted = time.perf_counter() - begin
+            children = _children(process.pid)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=_PATIENCE)
+        _, alive = psutil.wait_procs(children, timeout=_GRACE)
+        assert not alive, alive
+        return Ended(process.returncode, errors, lasted)
+
+    def look(self) -> list[tuple[str, int]]:
+        """What lies in the folder."""
+        with contextlib.suppress(FileNotFoundError):  # it was removed in this moment
+            return sorted((str(each), each.stat().st_mtime_ns) for each in self.folder.rglob("*"))
+        return []
+
+    def hidden(self) -> list[Path]:
+        """What lies hidden beside the output."""
+        beside = self.target.parent
+        return list(beside.glob(".*")) if beside.is_dir() else []
+
+    def content(self) -> str | None:
+        """A digest of the output; None where there is none."""
+        return _digest(self.target) if self.target.exists() else None
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def _digest(path: Path) -> str:
+    """Of a checkpoint's numbers, whose files differ from time to time; else of all files."""
+    found = hashlib.sha256()
+    if checkpoint.is_checkpoint(path):
+        params = checkpoint.load(path)
+        for leaf in jax.tree.leaves(params):
+            found.update(np.ascontiguousarray(leaf).tobytes())
+        return f"{jax.tree.structure(params)} {found.hexdigest()}"
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            found.update(f"{file.relative_to(path)} {file.stat().st_size} ".encode())
+            found.update(file.read_bytes())
+    return found.hexdigest()
