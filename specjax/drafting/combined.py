@@ -1,8 +1,7 @@
 """Two sources of guesses under one budget: all of SPECTRA is CORE, then RETRIEVAL.
 
 The first source gets all the room it asks for: the model's own guesses are accepted more often
-than a
-corpus's (Le et al. 2025, section 4.2.2 and figure 3).
+than a corpus's (Le et al. 2025, section 4.2.2 and figure 3).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """ANPD: an n-gram model of the text so far drafts for it (Ou et al. 2024).
 
 The model counts the prompt and every accepted token. It proposes the token that most often
-followed the
-same context, and backs off to a shorter context if the longer one is new (the paper's multi-level
-n-grams).
+followed the same context, and backs off to a shorter context if the longer one is new (the paper's
+multi-level n-grams).
 
 Counts are kept at the places of the text instead of in a table by token: every place holds how
-often the
-n-gram that ends there had occurred so far. The last occurrence of an n-gram therefore holds its
-count,
-and the most frequent successor is a maximum over the places where the context occurs.
+often the n-gram that ends there had occurred so far. The last occurrence of an n-gram therefore
+holds its count, and the most frequent successor is a maximum over the places where the context
+occurs.
 """
 
 from __future__ import annotations

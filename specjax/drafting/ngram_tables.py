@@ -1,11 +1,9 @@
 """Dictionaries of n-grams on the device, from which Lookahead and SPECTRA guess.
 
 A dictionary is a list of the newest n-grams. A look-up compares the key with all of them at once:
-a few
-vector instructions per thousand entries, the same for every row of a batch. Nothing is hashed and
-nothing collides. Every run of tokens inside an n-gram is a key without being stored again, so
-SPECTRA's
-sub-n-grams cost no memory.
+a few vector instructions per thousand entries, the same for every row of a batch. Nothing is hashed
+and nothing collides. Every run of tokens inside an n-gram is a key without being stored again, so
+SPECTRA's sub-n-grams cost no memory.
 """
 
 from __future__ import annotations

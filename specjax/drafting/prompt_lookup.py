@@ -1,8 +1,7 @@
 """Prompt lookup: the tokens that followed an earlier occurrence of the last tokens (Saxena 2023).
 
 It needs neither a model nor a memory: every round searches the whole text so far at once. It pays
-if the
-output repeats the input, as in summaries, edits and questions about a text.
+if the output repeats the input, as in summaries, edits and questions about a text.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ every result depends only on the arguments.
 A text is cut where tokenizers cut it as well, before the space between two words, and its words are
 encoded one by one. Most words are in the cache, so a growing text costs little. A word that its own
 tokenizer would have encoded differently is translated token by token: models do write such words,
-and
-a draft model with the same tokens then reads and proposes the same ones.
+and a draft model with the same tokens then reads and proposes the same ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The drafter searches the datastore for the longest run of a row's last tokens that occurs there. The
 tokens after each occurrence are a candidate. The prefixes that most candidates share become the
-nodes of
-a token tree.
+nodes of a token tree.
 """
 
 from __future__ import annotations

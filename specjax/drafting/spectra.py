@@ -3,8 +3,7 @@
 Both dictionaries are one table of n-grams, read in two ways. Forward: the continuations of the last
 token anywhere in an n-gram; many guesses, fast. Backward: one guess, token by token, each from the
 longest end of the text and the guess so far that an n-gram continues; few tokens, good ones.
-`Combined`
-fills the rest of the budget from a corpus.
+`Combined` fills the rest of the budget from a corpus.
 
 The paper leaves these choices open:
 - The candidates are a window like Lookahead's, drawn from the prompt at first.

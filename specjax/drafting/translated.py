@@ -1,8 +1,7 @@
 """A draft model with another tokenizer.
 
 Every round encodes the text so far for the draft model (`specjax.drafting.retokenize`, on the
-host). The
-draft's KV cache keeps the entries of unchanged tokens; the rest is read again.
+host). The draft's KV cache keeps the entries of unchanged tokens; the rest is read again.
 
 Greedy drafts are made in the draft's tokens and re-encoded in the target's, so any two tokenizers
 work.
@@ -135,8 +134,7 @@ class TranslatedDraft(ChainDrafter):
         cache.
 
         The tokens depend only on the row's text, not on its history, so rejected drafts of this
-        level
-        or another need no undoing.
+        level or another need no undoing.
         """
         slots = draft.tokens.shape[1]
         read = partial(self._translation.read, room=slots - self.draft_length, slots=slots)

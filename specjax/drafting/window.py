@@ -2,16 +2,12 @@
 
 A window of W columns, each N - 1 tokens deep, runs ahead of the text. It is part of every verifying
 pass, which predicts one more token of each column. A column with its prediction is an n-gram that
-the
-model itself produced, and goes into a dictionary. Guesses come from that dictionary. The window
-then
-moves on: its oldest tokens leave, and the predictions enter.
+the model itself produced, and goes into a dictionary. Guesses come from that dictionary. The window
+then moves on: its oldest tokens leave, and the predictions enter.
 
 A token of the window sees the text, the first tokens of the columns before its own, and its own
-column
-up to itself (Fu et al. 2024, section 3.3). As a tree, entry f of the window, at level f // W and
-column
-f % W, is node f - 1, and entry 0 is the last token of the text:
+column up to itself (Fu et al. 2024, section 3.3). As a tree, entry f of the window, at level f // W
+and column f % W, is node f - 1, and entry 0 is the last token of the text:
 
     parent of entry f  =  entry f - 1  in the first level,  entry f - W  below it
 """

@@ -1,8 +1,7 @@
 """The rows of a continuous batch, on the device.
 
 Prompts are read in chunks, put into rows, and decoded by rounds of all rows. Each function is
-compiled
-once per run.
+compiled once per run.
 """
 
 from __future__ import annotations

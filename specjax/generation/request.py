@@ -1,8 +1,7 @@
 """What a caller asks of a decode, checked once and passed on whole.
 
 Every door (`decode`, `decode_many`, `generate`, `stream`) spells out its options for the reader
-and makes
-one `Request` of them. Everything behind the doors takes the request.
+and makes one `Request` of them. Everything behind the doors takes the request.
 """
 
 from __future__ import annotations

@@ -121,8 +121,7 @@ def stream(
     """Decodes one prompt and yields every round as soon as it is verified.
 
     The tokens are those of `specjax.decode`. The call itself checks the arguments and reads the
-    prompt;
-    each round is computed when it is asked for.
+    prompt; each round is computed when it is asked for.
 
     Args:
       params: the model.
@@ -206,11 +205,9 @@ class TextStream:
     """Turns tokens into text as they arrive, and holds back text that may still change.
 
     A character can span tokens, and a token's text can depend on the tokens before it. So the
-    whole text
-    is decoded every time, and a trailing replacement character is held back. Text that may be the
-    beginning of one of `stops` is held back too. The text ends before the first stop; `ended` is
-    true
-    from then on, and later tokens add nothing.
+    whole text is decoded every time, and a trailing replacement character is held back. Text that
+    may be the beginning of one of `stops` is held back too. The text ends before the first stop;
+    `ended` is true from then on, and later tokens add nothing.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The architecture of a model, as one frozen value.
 
 `ModelConfig` holds what the forward pass needs and nothing else. It is hashable, so it can be a
-static
-field of a pytree: two models with equal configurations share one compiled program.
+static field of a pytree: two models with equal configurations share one compiled program.
 """
 
 from __future__ import annotations

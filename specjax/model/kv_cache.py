@@ -4,9 +4,8 @@
     slots >= lengths[b] are scratch that the next write covers.
 
 QSpec's overwriting (section 3.1) needs nothing more: a draft writes past `lengths`, the
-verification
-writes the same slots again, and a commit adds to `lengths`. The accepted path of a tree moves into
-consecutive slots first.
+verification writes the same slots again, and a commit adds to `lengths`. The accepted path of a
+tree moves into consecutive slots first.
 """
 
 from __future__ import annotations

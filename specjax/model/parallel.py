@@ -8,10 +8,8 @@ would, on its part of the rows and heads. Kernels and loops know nothing of the 
 
 No weight is divided by its inputs. An input that a layer reads in full is gathered first, so every
 output is one sum on one device, added in the same order as on a single device: the bits are the
-same,
-and scales per token, Hadamard rotations and reordered columns see the whole vector. Adding partial
-sums
-(Megatron's second matrix) would move as many bytes and round differently.
+same, and scales per token, Hadamard rotations and reordered columns see the whole vector. Adding
+partial sums (Megatron's second matrix) would move as many bytes and round differently.
 
 Inside the program an array that is narrower than the model's configuration says is a device's part.
 For several hosts call `jax.distributed.initialize` first.

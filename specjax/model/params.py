@@ -109,10 +109,8 @@ def prepack(params: Params) -> Params:
 
     On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`). Elsewhere, and for a
     model that is divided over a mesh, nothing changes. `load` and `quantize` do this already; call
-    it
-    for models that are made in another way. Output is the same bit for bit. An embedding that is
-    not
-    also the head is only looked up by rows and stays as it is.
+    it for models that are made in another way. Output is the same bit for bit. An embedding that is
+    not also the head is only looked up by rows and stays as it is.
 
     Args:
       params: any model.
@@ -148,8 +146,7 @@ def held(weight: Weight, dtype: str) -> Weight:
     """Returns a weight as a model of this dtype holds it.
 
     Plain arrays are rounded and matrices take the form that kernels read. Other formats stay as
-    they
-    are.
+    they are.
     """
     if not isinstance(weight, jax.Array):
         return weight

@@ -1,8 +1,7 @@
 """The angles of rotary position embeddings, with the scalings that models are trained with.
 
 "linear" divides every frequency. "llama3" and "yarn" divide the slow ones alone: a pair of
-dimensions
-that turns many times within the original context keeps its frequency.
+dimensions that turns many times within the original context keeps its frequency.
 """
 
 from __future__ import annotations

@@ -82,10 +82,8 @@ def activation_bytes(config: ModelConfig, rows: int, tokens: int, *, logits: boo
     """Estimates the bytes of the intermediates of one pass over `tokens` tokens per row.
 
     The largest moment counts: a block's residual stream with the float32 products of its attention
-    or
-    its feed-forward, or the float32 logits after the last block, which a pass over a prompt does
-    not
-    compute.
+    or its feed-forward, or the float32 logits after the last block, which a pass over a prompt does
+    not compute.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     inside = 8 * config.hidden_size + 4 * max(2 * heads, 3 * config.intermediate_size)

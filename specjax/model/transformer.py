@@ -1,12 +1,10 @@
 """The model: one pure `forward` for every supported family.
 
 Llama 2, 3, 3.1 and 3.2, CodeLlama, Mistral, Qwen2, Qwen2.5 and Qwen3 differ only in their
-`ModelConfig`
-and in the weights that are present (biases, query and key norms).
+`ModelConfig` and in the weights that are present (biases, query and key norms).
 
 Numerics: matrix products, norms, RoPE, softmax and logits are float32. Values between them are
-rounded
-to `config.dtype` (`pallas_kernels.rounding`).
+rounded to `config.dtype` (`pallas_kernels.rounding`).
 """
 
 from __future__ import annotations
@@ -73,8 +71,7 @@ def forward(
 
     The keys and values of the tokens are written to the cache slots lengths … lengths + T - 1, over
     whatever a draft left there. `cache.lengths` does not change: the caller decides which of the
-    new
-    entries to keep.
+    new entries to keep.
 
     Args:
       params: the weights.

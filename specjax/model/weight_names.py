@@ -1,8 +1,7 @@
 """A name for every weight of a model, such as "layers.0.q.weight".
 
 Code that reads, writes or quantizes a model one weight at a time needs `Params` as a flat mapping.
-The
-names are the attribute paths of `Params`, so the configuration alone is enough to list them.
+The names are the attribute paths of `Params`, so the configuration alone is enough to list them.
 """
 
 from __future__ import annotations

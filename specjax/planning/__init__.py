@@ -1,10 +1,8 @@
 """Plans speculation, by formula and by measurement: speed, draft length, memory, layers to skip.
 
 The formulas come from an article on quantized drafts ("Quantized Draft Models for Speculative
-Decoding")
-and from ML-SpecQD (Georganas et al. 2025). The article's printed speed-ups do not follow from its
-own
-formulas; this package implements the formulas.
+Decoding") and from ML-SpecQD (Georganas et al. 2025). The article's printed speed-ups do not follow
+from its own formulas; this package implements the formulas.
 """
 
 from specjax.model.sizes import activation_bytes as activation_bytes

@@ -1,16 +1,12 @@
 """Searches for layers that a model can skip while drafting, greedily on a calibration text.
 
 The set starts as all layers. Each step removes the layer whose removal keeps the most tokens of
-the text
-equal to the whole model's choices, so there is a set of every size. The set with the largest
-predicted
-speed-up wins (`planning.speedup`, at its best draft length).
+the text equal to the whole model's choices, so there is a set of every size. The set with the
+largest predicted speed-up wins (`planning.speedup`, at its best draft length).
 
 Acceptance is measured in one teacher-forced pass: the share of positions at which both models'
-greedy
-choices agree. There the skipping model reads its own context. When it drafts it reads the whole
-model's,
-written by the verification, so its drafts are kept a little more often.
+greedy choices agree. There the skipping model reads its own context. When it drafts it reads the
+whole model's, written by the verification, so its drafts are kept a little more often.
 
 The cost of a pass is the bytes of its weights, which bound small batches (ML-SpecQD, section
 III-B).

@@ -1,8 +1,7 @@
 """Measures the formulas' inputs on this machine: acceptance by decoding, costs by timing.
 
 Every pass runs in a compiled loop over the state that decoding begins with. The programs take
-turns, so
-that a busy machine slows all of them, and only ratios of their medians are used.
+turns, so that a busy machine slows all of them, and only ratios of their medians are used.
 """
 
 from __future__ import annotations
@@ -81,12 +80,9 @@ def measure(
     """Measures the inputs of `speedup` and `Adaptive`.
 
     Acceptance comes from decoding all prompts. Passes are timed with the first prompts as context,
-    at
-    1 … N + 1 tokens, where N is the drafter's draft_length. Whole rounds are timed too: the time
-    of a
-    lower level's round beyond its passes counts as verification. The formulas assume N drafts and
-    the
-    same α in every round, so schedules and confidences are left out of the measurement.
+    at 1 … N + 1 tokens, where N is the drafter's draft_length. Whole rounds are timed too: the time
+    of a lower level's round beyond its passes counts as verification. The formulas assume N drafts
+    and the same α in every round, so schedules and confidences are left out of the measurement.
 
     Args:
       params: the target.

@@ -1,9 +1,8 @@
 """Plans the memory of decoding, in bytes: weights, KV caches and a pass's intermediates.
 
 The terms are those of the article's memory_budget ("Memory Budget: Co-Locating Draft and Target").
-In
-place of parameters · bits / 8 they count the bytes that this library really holds: scales, padding,
-weights that stay in 16 bits, and arrays that draft and target share.
+In place of parameters · bits / 8 they count the bytes that this library really holds: scales,
+padding, weights that stay in 16 bits, and arrays that draft and target share.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Acceptance-Rejection Mechanism"; Leviathan et al. 2023, equation 1) and takes N 
 one verifying pass.
 
 With several levels, a level's drafts are made in rounds of their own until there are enough.
-ML-SpecQD
-(section III-C) puts the speed of these rounds into its equation 1, which assumes full rounds
-(`ml_specqd_speedup`). `speedup` counts the rounds that a draft of a given length really needs.
+ML-SpecQD (section III-C) puts the speed of these rounds into its equation 1, which assumes full
+rounds (`ml_specqd_speedup`). `speedup` counts the rounds that a draft of a given length really
+needs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def expected_tokens(acceptance: float, draft_length: int) -> float:
     """Returns the tokens gained per round, 1 + α + … + αᴺ = (1 - αᴺ⁺¹) / (1 - α).
 
     This is the article's "E[accepted]", which counts the token that the target adds. Raises
-    ValueError
-    if an argument is out of its range.
+    ValueError if an argument is out of its range.
     """
     check_share("acceptance", acceptance)
     return sum(acceptance**n for n in range(check_length(draft_length) + 1))

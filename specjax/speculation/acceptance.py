@@ -38,8 +38,7 @@ def rejection_sample(
     """Speculative sampling: every emitted token has exactly the target's distribution.
 
     Draft d is kept with probability min(1, target(d) / draft(d)). The first rejected draft is
-    replaced
-    by a draw from max(target - draft, 0), normalized (Leviathan et al. 2023, algorithm 1).
+    replaced by a draw from max(target - draft, 0), normalized (Leviathan et al. 2023, algorithm 1).
 
     Args:
       keys: one key per row, [B].
@@ -105,11 +104,10 @@ def sample_path(
     The children of a node are tried one after another. Child d is kept with probability
     min(1, p(d) / q(d)). q is the distribution that d was drawn from. p starts as the target's
     distribution and becomes max(p - q, 0), normalized, after every rejected child. If all are
-    rejected,
-    the next token is a draw from p (SpecInfer, Miao et al. 2024). The rule requires only that
-    child d
-    was drawn from q. For independent draws q is their common distribution; for draws without
-    replacement, what remained of it; for a token chosen deterministically, that token alone.
+    rejected, the next token is a draw from p (SpecInfer, Miao et al. 2024). The rule requires only
+    that child d was drawn from q. For independent draws q is their common distribution; for draws
+    without replacement, what remained of it; for a token chosen deterministically, that token
+    alone.
 
     Args:
       keys: one key per row, [B].

@@ -34,8 +34,7 @@ def step(
     """Runs one round. The given state is donated: do not use it afterwards.
 
     activation, layers: of the verifying pass. A level that only drafts for another level may be
-    less
-    precise than the target.
+    less precise than the target.
     """
     return on_mesh(
         partial(_step, activation=activation, layers=layers),

@@ -32,8 +32,7 @@ class Sampling:
     repetition_penalty: divides the positive logits, and multiplies the negative logits, of tokens
     that
         are already in the prompt or the output (Keskar et al. 2019); None: no penalty. With
-        top_k=1 it
-        penalizes greedy decoding.
+        top_k=1 it penalizes greedy decoding.
 
     Raises ValueError where a field is out of its range.
     """
@@ -70,8 +69,7 @@ def greedy(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
     """Returns the most probable token, the first of equals. f32[..., V] -> int32[...].
 
     XLA:CPU vectorizes a maximum but not an argmax. So this finds the block that holds the maximum,
-    then
-    its place in the block, which is some twenty times faster.
+    then its place in the block, which is some twenty times faster.
     """
     blocks = _blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
@@ -146,8 +144,7 @@ def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
 
     Tokens are ordered by falling logit, then by token id. The largest logit must be 0. A sort takes
     XLA:CPU fifty times as long, so the last kept logit is found by bisection: the bits of logits
-    below
-    0 grow with their distance from it.
+    below 0 grow with their distance from it.
     """
     ranks = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
 
@@ -182,8 +179,7 @@ def draw(keys: Key[Array, " B"], distribution: Float32[Array, "B V"]) -> Int32[A
     """Draws one token per row, each with its own key. keys: [B], f32[B, V] -> int32[B].
 
     Weights need not sum to 1. A token of weight 0 is never drawn. A block of tokens is drawn
-    first, then
-    one of its tokens: two random numbers instead of one per token.
+    first, then one of its tokens: two random numbers instead of one per token.
     """
     blocks = _blocks(distribution, 0)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
@@ -196,8 +192,7 @@ def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Returns the first place up to which the weights sum to more than that share of the total.
 
     f32[B, N], f32[B, 1] in [0, 1) -> int32[B]. Because sums are rounded, a place of weight 0 might
-    seem
-    to raise them; such places are skipped.
+    seem to raise them; such places are skipped.
     """
     sums = running_sums(weights)
     places = jnp.arange(weights.shape[-1], dtype=jnp.int32)

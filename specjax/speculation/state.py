@@ -60,8 +60,7 @@ class DecodeState:
 
     The cache holds precise entries of all tokens but the last, which the next verification reads.
     The target never lags. A draft model with its own cache does: if all its drafts were accepted,
-    it
-    has read neither the last of them nor the token that the target added.
+    it has read neither the last of them nor the token that the target added.
 
     tokens: int32[B, W], prompt and output, padded.
     lengths: int32[B], valid tokens.

@@ -1,8 +1,8 @@
 """Token trees: proposals of several continuations at once.
 
 A tree is the array of its nodes' parents, int32[B, N]: parents[b, i] < i, and -1 for a child of
-the last
-token. All functions are small integer arithmetic on whole arrays, inside the compiled loop.
+the last token. All functions are small integer arithmetic on whole arrays, inside the compiled
+loop.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def from_sequences(
     """Merges candidate continuations into a trie: common beginnings appear once.
 
     Nodes follow the order of the sequences, and the order of the tokens within a sequence. The cut
-    at
-    `nodes` therefore drops the ends of the last sequences first. The tokens must have been chosen
+    at `nodes` therefore drops the ends of the last sequences first. The tokens must have been
+    chosen
     deterministically: merging drawn tokens would change the distribution they were drawn from.
 
     Args:

@@ -36,8 +36,7 @@ def verify(
     """Scores a proposal in one pass, which overwrites the draft's cache entries.
 
     Returns the verdict, whose `count` the caller sets, and the cache with this pass's entries for
-    every
-    token up to the last draft.
+    every token up to the last draft.
     """
     logits, cache = _score_proposal(params, state, proposal, activation, layers)
     counts = proposal.counts
@@ -178,8 +177,7 @@ def score(
     with parents: int32[B, N], a tree. The entry of token i goes to slot state.lengths + i.
 
     Returns the logits after each, f32[B, N + 1, V], and the cache with the pass's entries and
-    unchanged
-    `lengths`.
+    unchanged `lengths`.
     """
     n = following.shape[1]
     cached = state.cache.lengths[:, None]
