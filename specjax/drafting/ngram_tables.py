@@ -61,8 +61,7 @@ class NGramTable:
           tokens: int32[B].
           most: how many continuations to return, C.
           inside: take n-grams that hold the token between their first and last one, instead of
-          those
-            that begin with it. If one holds it twice, the longer continuation comes first.
+            those that begin with it. If one holds it twice, the longer continuation comes first.
 
         Returns:
           int32[B, C, N - 1], the newest first, and their lengths, int32[B, C]; 0: none.

@@ -168,11 +168,9 @@ class Translation:
 
         Args:
           tokens: int32[B, W], the target's; the first lengths: int32[B] are a row's text, 0 for a
-          row to
-            skip.
+            row to skip.
           room: the most tokens that the draft model may read. A longer text loses its beginning,
-          half of
-            the room at a time, so that most cache entries stay valid.
+            half of the room at a time, so that most cache entries stay valid.
           slots: S, the width of the result.
 
         Returns:

@@ -13,8 +13,7 @@ The
   text and the window advance by a few tokens, so most of the latter begin one of the former.
 - N-grams of the text are kept like the window's, and the oldest are dropped first.
 - The backward guess may exceed N - 1 tokens, unlike the paper's: a text that repeats itself then
-gains
-  that many more tokens at once.
+  gains that many more tokens at once.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Spectra(WindowDrafter):
     guesses: G; a round's guesses have up to G · (N - 1) tokens, shared tokens counted once.
     backward_length: the most tokens of the backward guess (the paper: N - 1).
     refine: τ in 0 … 1, how often a candidate continues with the most probable token that does not
-    begin
-        an n-gram yet, instead of the most probable one.
+        begin an n-gram yet, instead of the most probable one.
     capacity: n-grams kept per row, in 4 · capacity · (N + 1) bytes.
     text: keep n-grams of prompt and output too.
     forward, backward, parts: the paper's ablations: without the forward dictionary, without the

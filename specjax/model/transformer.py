@@ -77,12 +77,10 @@ def forward(
       params: the weights.
       tokens: int32[B, T].
       positions: int32[B, T], for RoPE and sliding windows: cache.lengths plus the token's depth,
-      which
-        is 0 … T - 1 in a chain.
+        which is 0 … T - 1 in a chain.
       cache: the context.
       ancestors: int32[B, T, depth], for a tree: the new tokens on the path to each token, itself
-      last,
-        as `trees.ancestors` returns them. None: a chain.
+        last, as `trees.ancestors` returns them. None: a chain.
       activation: activation precision of the quantized layers: "a16", "a8" or "a4".
       layers: the layers to run, in order; None for all.
 

@@ -41,8 +41,7 @@ class Measurement:
     """A drafter on one model and machine.
 
     levels: the target and any levels below it that are drafted for too; see `Level`. Costs are in
-    plain
-        passes of the target.
+        plain passes of the target.
     draft_cost: the last drafter's time per draft.
     seconds: one plain pass of the target.
     tokens_per_round: tokens gained per target pass.
@@ -89,8 +88,7 @@ def measure(
       drafter: a drafter that proposes chains; the models of a MultiLevel are measured each.
       prompts, prompt_lengths, max_new_tokens, sampling, key: as for `specjax.decode`.
       rows: prompts decoded at a time, which is the batch size that costs are measured at; None:
-      all. The
-        last batch is filled up with the first prompts.
+        all. The last batch is filled up with the first prompts.
       turns: the number of times that every pass is timed.
 
     Returns:

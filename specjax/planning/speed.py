@@ -31,8 +31,7 @@ class Level:
     acceptance: α, the probability that a draft is kept given that those before it were, in 0 … 1.
     draft_length: N, drafts per round.
     pass_cost: the model's pass over one token; 1 for the target, or more if a verifying pass costs
-    a fixed
-        share more than a plain one (the article's verify_overhead).
+        a fixed share more than a plain one (the article's verify_overhead).
     row_cost: the cost that every draft adds to the verifying pass.
     measured: costs of verifying 0, 1, 2 … drafts, used instead of pass_cost + n · row_cost.
 
@@ -96,8 +95,7 @@ def speedup(levels: Level | Sequence[Level], draft_cost: float, tokens: int | No
 
     Args:
       levels: the target first. If its draft model is drafted for in turn, that model comes next,
-      with its own
-        pass_cost and row_cost.
+        with its own pass_cost and row_cost.
       draft_cost: one drafting pass of the last drafter (ML-SpecQD's 1 / S).
       tokens: length of a text, whose last round may make more than needed; None: an endless text.
 

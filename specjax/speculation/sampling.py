@@ -30,8 +30,7 @@ class Sampling:
     min_p: keep the tokens at least min_p times as probable as the most probable one; None keeps
         all.
     repetition_penalty: divides the positive logits, and multiplies the negative logits, of tokens
-    that
-        are already in the prompt or the output (Keskar et al. 2019); None: no penalty. With
+        that are already in the prompt or the output (Keskar et al. 2019); None: no penalty. With
         top_k=1 it penalizes greedy decoding.
 
     Raises ValueError where a field is out of its range.

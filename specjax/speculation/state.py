@@ -113,13 +113,12 @@ class Proposal:
     tokens: int32[B, N].
     counts: int32[B], leading tokens that count; None: all.
     distributions: f32[B, N, V], the distribution that each token was drawn from, in a tree given
-    its
-        earlier siblings; None when decoding greedily or when tokens were chosen deterministically.
+        its earlier siblings; None when decoding greedily or when tokens were chosen
+        deterministically.
     parents: int32[B, N], parents[b, i] < i: the token that token i follows, -1 for the last one;
         None: a chain.
     verifiable: bool[B, N], False for tokens of a tree that are never accepted, and neither are
-    their
-        descendants: they only ask for `Verified.choices`; None: all may be accepted.
+        their descendants: they only ask for `Verified.choices`; None: all may be accepted.
     """
 
     tokens: jax.Array

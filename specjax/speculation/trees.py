@@ -19,8 +19,8 @@ def from_sequences(
 
     Nodes follow the order of the sequences, and the order of the tokens within a sequence. The cut
     at `nodes` therefore drops the ends of the last sequences first. The tokens must have been
-    chosen
-    deterministically: merging drawn tokens would change the distribution they were drawn from.
+    chosen deterministically: merging drawn tokens would change the distribution they were drawn
+    from.
 
     Args:
       sequences: int32[B, C, L].
