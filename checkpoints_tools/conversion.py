@@ -20,16 +20,17 @@ from checkpoints_tools import checkpoint
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
 from checkpoints_tools.loading import check_fits, collect, open_model, read
 from checkpoints_tools.quantization import check_calibration
+from checkpoints_tools.quantization.dequantization import warn_of_rounding_again
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.resumable import ResumableRun, run_key
 from checkpoints_tools.sources import locate
-from pallas_kernels.formats import Weight
+from pallas_kernels.formats import Quantized, Weight
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params
 from specjax.model.room import check_weights
 from specjax.model.sizes import weight_bytes
-from specjax.model.weight_names import named_weights
+from specjax.model.weight_names import is_block_matrix, named_weights
 
 
 def convert(
@@ -56,7 +57,8 @@ def convert(
         memory.
       out: the directory to make, or a specjax checkpoint to replace.
       quantization: a method of `specjax.quantize`, such as "rtn", or None to keep the weights as
-        they are. Weights are quantized from the precision in which `source` has them.
+        they are. Weights are quantized from the precision in which `source` has them. If they are
+        quantized already, they are rounded a second time, and a warning says so.
       group_size: as for `specjax.quantize`.
       bits: as for `specjax.quantize`.
       lm_head: quantize the output projection too.
@@ -68,9 +70,8 @@ def convert(
 
     Raises:
       FileNotFoundError: `source` or a part of it is missing.
-      ValueError: `source` cannot be read or is quantized already, `out` exists and is not a
-        checkpoint, an option is unknown or does not suit the model, or another process is making
-        `out`.
+      ValueError: `source` cannot be read, `out` exists and is not a checkpoint, an option is
+        unknown or does not suit the model, or another process is making `out`.
       OSError: `out` cannot be written, for instance because the disk is full.
     """
     target = Path(out)
@@ -128,9 +129,22 @@ def _quantize(
     key = run_key(path, config, recipe, lm_head, tokens)
     with ResumableRun(out, key, config, recipe, tokens, progress, nbytes) as run:
         quantized = quantize_layers(
-            weights, config, recipe, lm_head=lm_head, tokens=tokens, watcher=run
-        )
+            _with_warning(weights, path), config, recipe,
+            lm_head=lm_head, tokens=tokens, watcher=run, requantize=True,
+        )  # fmt: skip
         checkpoint.save(collect(quantized, made), out, tokenizer_dir=path)
+
+
+def _with_warning(
+    weights: Iterable[tuple[str, Weight]], path: Path
+) -> Iterator[tuple[str, Weight]]:
+    """The same, with a warning at the first matrix that is rounded a second time."""
+    warned = False
+    for name, weight in weights:
+        if is_block_matrix(name) and isinstance(weight, Quantized) and not warned:
+            warn_of_rounding_again(path)
+            warned = True
+        yield name, weight
 
 
 def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[str, Weight]]]:

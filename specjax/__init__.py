@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from checkpoints_tools.loading import load_tokenizer as load_tokenizer
     from checkpoints_tools.quantization import quantize as quantize
     from checkpoints_tools.quantization.calibration import calibration_tokens as calibration_tokens
+    from checkpoints_tools.quantization.dequantization import dequantize as dequantize
     from specjax.api import *  # noqa: F403
 
 # Most stand on this package, and need libraries that decoding does not.
 _TOOLS = {
     "calibration_tokens": "checkpoints_tools.quantization.calibration",
     "convert": "checkpoints_tools.conversion",
+    "dequantize": "checkpoints_tools.quantization.dequantization",
     "export": "checkpoints_tools.exporting",
     "load": "checkpoints_tools.loading",
     "load_tokenizer": "checkpoints_tools.loading",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -45,9 +46,15 @@ def _refuse(reason: object) -> int:
     return 1
 
 
+def _one_line(message: Warning | str, *where: object, **line: object) -> str:
+    """A warning as a command shows it, without the place in the code."""
+    return f"specjax: {printable(message, 2000)}\n"
+
+
 def run() -> NoReturn:
     """Runs the command of this process, and ends it."""
     interruption.listen("specjax")
+    warnings.formatwarning = _one_line
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot show, it still prints
     interruption.end(main())

@@ -66,7 +66,7 @@ def quantize(
 
     Raises:
       ValueError: the method or an option is unknown; calibration is missing, not needed, or does
-        not suit the model; or `params` is quantized already.
+        not suit the model; or `params` is quantized already (`specjax.dequantize` helps).
     """
     check_is_params(params)
     recipe = Recipe(method, group_size, bits)

@@ -30,7 +30,7 @@ from checkpoints_tools.quantization.calibration import (
 )
 from checkpoints_tools.quantization.recipe import Recipe
 from pallas_kernels.formats import Quantized, Weight
-from pallas_kernels.weight_values import plain_values
+from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.params import LINEARS, Layer, Linear
 from specjax.model.weight_names import HEAD, layer_from_weights, layer_weights
@@ -61,6 +61,7 @@ def quantize_layers(
     lm_head: bool = False,
     tokens: np.ndarray | None = None,
     watcher: Watcher | None = None,
+    requantize: bool = False,
 ) -> Iterator[tuple[str, Weight]]:
     """Quantizes a model weight by weight.
 
@@ -71,14 +72,17 @@ def quantize_layers(
       lm_head: quantize the output projection too.
       tokens: int32[S, T], the calibration text; None for a method that does not need it.
       watcher: observes the run.
+      requantize: whether matrices that are quantized already are rounded a second time.
 
     Returns:
       An iterator over the names and weights of the model with `quantized_config(...)`.
 
     Raises:
-      ValueError: a weight is quantized already, or the model is rotated already.
+      ValueError: a weight is quantized already and `requantize` is False, or the model is rotated
+        already.
     """
     watcher = Watcher() if watcher is None else watcher
+    plain = _requantized if requantize else _plain
     parts: Iterator[dict[str, Weight]] = (
         dict(group) for _, group in itertools.groupby(weights, key=_part)
     )
@@ -88,7 +92,7 @@ def quantize_layers(
     # The embedding is large: it is kept only if the head is made from it.
     head = embedding if tied and not config.tie_word_embeddings else None
     if signs is not None:
-        embedding = quarot.rotate_rows(_plain("embedding", embedding), signs)
+        embedding = quarot.rotate_rows(plain("embedding", embedding), signs)
     yield "embedding", embedding
     finished, hidden = watcher.restore()
     if tokens is not None and hidden is None:
@@ -98,7 +102,8 @@ def quantize_layers(
         if index < len(finished):
             layer = finished[index]
         else:
-            layer = _quantize_layer(found, index, hidden, signs, recipe, config, watcher)
+            values = {name: plain(name, weight) for name, weight in found.items()}
+            layer = _quantize_layer(found, values, index, hidden, signs, recipe, config, watcher)
             if hidden is not None:
                 step = partial(watcher.step, f"layer {index}: forward")
                 hidden = advance(layer, hidden, index, config, step)
@@ -112,11 +117,11 @@ def quantize_layers(
     if head is None:
         return
     if signs is not None:
-        head = quarot.rotate_rows(_plain(HEAD, head), final_norm.astype(jnp.float32) * signs)
+        head = quarot.rotate_rows(plain(HEAD, head), final_norm.astype(jnp.float32) * signs)
         final_norm = jnp.ones_like(final_norm)
     if lm_head:
         read = None if hidden is None else observe_head(final_norm, hidden, config)
-        head = recipe.round("lm_head", _plain(HEAD, head), read)
+        head = recipe.round("lm_head", plain(HEAD, head), read)
     yield HEAD, head
 
 
@@ -137,6 +142,7 @@ def _part(item: tuple[str, Weight]) -> list[str]:
 
 def _quantize_layer(
     found: dict[str, Weight],
+    values: dict[str, jax.Array],
     index: int,
     hidden: jax.Array | None,
     signs: jax.Array | None,
@@ -144,8 +150,7 @@ def _quantize_layer(
     config: ModelConfig,
     watcher: Watcher,
 ) -> Layer:
-    plain = {name: _plain(name, weight) for name, weight in found.items()}
-    layer, kept = layer_from_weights(plain, index), layer_from_weights(found, index)
+    layer, kept = layer_from_weights(values, index), layer_from_weights(found, index)
     statistics: LayerStatistics | None = None
     if recipe.transforms:
         layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer)
@@ -174,5 +179,12 @@ def _quantize_layer(
 
 def _plain(name: str, weight: Weight) -> jax.Array:
     if isinstance(weight, Quantized):
-        raise ValueError(f"{name} is quantized already; quantize a model in 16 or 32 bits")
+        raise ValueError(
+            f"{name} is quantized already; quantize a model in 16 or 32 bits, "
+            "which specjax.dequantize(params) makes"
+        )
     return plain_values(weight)
+
+
+def _requantized(name: str, weight: Weight) -> jax.Array:
+    return dequantize(weight) if isinstance(weight, Quantized) else plain_values(weight)

@@ -212,7 +212,8 @@ def _cast(name: str, lm_head: bool, target: Target) -> specjax.Params | None:
         except FileNotFoundError:
             raise ValueError(f"--draft names no model, and no method: {error}") from None
         return None
-    return specjax.quantize(target.original, name, group_size=target.group_size, lm_head=lm_head)
+    original = specjax.dequantize(target.original)
+    return specjax.quantize(original, name, group_size=target.group_size, lm_head=lm_head)
 
 
 def _distribute(fields: Mapping[str, object], levels: Sequence[_Level]) -> None:

@@ -64,7 +64,11 @@ def load_target(source: str, quantize: str | None, group_size: int | None) -> Ta
     original = specjax.load(source)
     if not quantize:
         return Target(source, original, original, group_size)
-    params = specjax.quantize(original, quantize, group_size=group_size)
+    if original.quantized:
+        from checkpoints_tools.quantization.dequantization import warn_of_rounding_again
+
+        warn_of_rounding_again(source)
+    params = specjax.quantize(specjax.dequantize(original), quantize, group_size=group_size)
     return Target(source, params, original, group_size)
 
 
@@ -87,7 +91,7 @@ def add_group_size(parser: argparse.ArgumentParser) -> None:
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """--quantize and --group-size."""
-    help_ = "quantize a 16-bit model first: rtn, mxfp4, int8 …"
+    help_ = "quantize the model first: rtn, mxfp4, int8 …"
     parser.add_argument("--quantize", metavar="METHOD", help=help_)
     add_group_size(parser)
 

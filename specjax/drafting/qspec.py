@@ -12,7 +12,6 @@ import dataclasses
 import jax
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import Quantized
 from specjax.checks import check_flag
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.schedules import Schedule
@@ -47,7 +46,7 @@ class QSpec(LevelDrafter):
         check_flag("overwrite", self.overwrite)
 
     def validate(self, params: Params, positions: int) -> None:
-        if not any(isinstance(linear.weight, Quantized) for linear in params.linears()):
+        if not params.quantized:
             raise ValueError(
                 "QSpec drafts with 4-bit weights, and params hold 16-bit ones alone: "
                 "call specjax.quantize(params) first, or pass drafter=specjax.Autoregressive()"

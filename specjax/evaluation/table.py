@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.formats import Quantized
 from specjax.drafting import Autoregressive, QSpec
 from specjax.evaluation.task_sets import TaskProgress, TaskResult, evaluate
 from specjax.evaluation.tasks import TASKS
@@ -88,7 +87,7 @@ def fidelity_rows(
             evaluate(params, tokenizer, names, data, out=file, progress=report, **how, **options)
         )
 
-    if not any(isinstance(linear.weight, Quantized) for linear in params.linears()):
+    if not params.quantized:
         plain = run("W16A16", tasks, drafter=Autoregressive())
         yield Row(scheme, "W16A16", plain, plain)
         return

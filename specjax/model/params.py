@@ -90,6 +90,11 @@ class Params:
         """Bytes of all weights as held."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
+    @property
+    def quantized(self) -> bool:
+        """Whether a linear layer of a block is quantized."""
+        return any(isinstance(linear.weight, Quantized) for linear in self.linears())
+
     def linears(self) -> Iterator[Linear]:
         """The linear layers of all blocks, in order."""
         for layer in self.layers:

@@ -194,9 +194,7 @@ def test_given_up_folders(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "out", progress=False)
     for place, options, message in (
-        (tmp_path / "out", {}, "is quantized already"),
         (source, {"method": "gptq"}, "needs calibration"),
         (source, {"dtype": "float16"}, "dtype must be one of"),
         (source, {"method": "q4"}, "method must be one of"),

@@ -260,10 +260,6 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
             ["generate", "x", "--drafter", "draft-model", "--draft", "gguf"],
             "--draft names no model, and no method",
         ),
-        (
-            ["generate", "x", "--drafter", "draft-model", "--draft", "mxfp4"],
-            "quantized already",
-        ),
         (["generate", "x", "--min-p", "nan"], "min_p must be in [0, 1]"),
         (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty must be in"),
         (["plan", "speed"], "plan speed needs --acceptance and --draft-cost"),
