@@ -1,7 +1,8 @@
 """Checks that `specjax evaluate` gives the right scores, and that a killed run resumes.
 
-table      QSpec's table 3 on one model, quantized by Atom and by QuaRot. No answer of QSpec may
-           differ from W4A16's.
+table      QSpec's table 3 on one model, by default quantized by Atom and by QuaRot. No answer of
+           QSpec may differ from W4A16's. Scores have half the width of their 95 % interval beside
+           them.
 harness    PIQA's choices and GSM8K's answers, compared item by item with lm-evaluation-harness
            on specjax (`pip install "specjax[lm-eval]"`).
 kills      A run that is killed ten times at random and resumed each time. Its file must equal that
@@ -27,10 +28,14 @@ from typing import Any
 import specjax
 from benchmarks.support.common import parser, table, write
 from checkpoints_tools.quantization.calibration import calibration_tokens
+from checkpoints_tools.quantization.recipe import Recipe
 from specjax.evaluation import evaluate
 from specjax.evaluation.table import fidelity_rows
 
 TASKS = ("gsm8k", "humaneval", "piqa", "winogrande", "wikitext2")
+SCHEMES = {  # forms of a model, and the methods that make them
+    "16 bits": None, "as loaded": None, "RTN": "rtn", "Atom": "atom", "QuaRot": "quarot+gptq",
+}  # fmt: skip
 KILLS = 10
 HARNESS_TASK = """
 task: {name}
@@ -72,7 +77,12 @@ def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
     add("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    add("--model", default="tiny-16bit", help="a 16-bit model")
+    add("--model", default="tiny-16bit", help="of the table: in 16 bits, or smollm2")
+    add("--schemes", nargs="+", default=["Atom", "QuaRot"], choices=SCHEMES)
+    add("--tasks", nargs="+", default=TASKS, help="of the table")
+    add("--shots", type=int, default=1, help="worked examples before each item of the table")
+    add("--chat", action="store_true", help="ask the table's items in the model's chat format")
+    add("--work", type=Path, help="folder that keeps the table's answers, to go on from")
     add("--limit", type=int, default=24, help="items per task")
     add("--max-new-tokens", type=int, default=64)
     add("--batch", type=int, default=8)
@@ -80,21 +90,41 @@ def _options() -> Any:
 
 
 def _table(options: Any) -> list[dict[str, Any]]:
-    model = specjax.load(options.model)
     tokenizer = specjax.load_tokenizer(options.model)
+    rows = []
+    for scheme in options.schemes:
+        for row in fidelity_rows(
+            scheme, _model(scheme, tokenizer, options), tokenizer, options.tasks, options.data,
+            out=options.work, rows=options.batch, limit=options.limit, shots=options.shots,
+            max_new_tokens=options.max_new_tokens, chat=options.chat,
+        ):  # fmt: skip
+            counts = {"answers": len(row.compared), "differing": row.compared.count(False)}
+            scores: dict[str, Any] = {}
+            for result in row.results:
+                (metric, score), *_ = result.metrics.items()
+                scores[result.task] = score
+                if metric != "perplexity":
+                    items = len(result.records)
+                    scores[f"{result.task}_items"] = items
+                    scores[f"{result.task}_95"] = 1.96 * (score * (1 - score) / items) ** 0.5
+            rows.append({"model": scheme, "method": row.method, **counts, **scores})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _model(scheme: str, tokenizer: Any, options: Any) -> specjax.Params:
+    """The model in one of the forms of `--schemes`."""
+    loaded = specjax.load(options.model)
+    method = SCHEMES[scheme]
+    if scheme == "as loaded":
+        return loaded
+    model = specjax.dequantize(loaded)
+    if method is None:
+        return model
     lines = (options.data / "prompts" / "gsm8k_train.jsonl").read_text().splitlines()
     calibration = calibration_tokens("\n".join(lines[:400]), tokenizer, length=256)
-    rows = []
-    for scheme, method in (("Atom", "atom"), ("QuaRot", "quarot+gptq")):
-        quantized = specjax.quantize(model, method, calibration=calibration)
-        for row in fidelity_rows(
-            scheme, quantized, tokenizer, TASKS, options.data, rows=options.batch,
-            limit=options.limit, shots=1, max_new_tokens=options.max_new_tokens,
-        ):  # fmt: skip
-            metrics = {result.task: next(iter(result.metrics.values())) for result in row.results}
-            counts = {"answers": len(row.compared), "differing": row.compared.count(False)}
-            rows.append({"model": scheme, "method": row.method, **counts, **metrics})
-    return rows
+    needed = Recipe(method).needs_calibration
+    return specjax.quantize(model, method, calibration=calibration if needed else None)
 
 
 def _harness(options: Any) -> list[dict[str, Any]]:

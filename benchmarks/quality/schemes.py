@@ -1,6 +1,7 @@
 """Measures every quantization scheme on one real model: perplexity, and QSpec's acceptance.
 
-Each method quantizes the 16-bit model in memory, on calibration text that is not measured.
+Each method quantizes the 16-bit model in memory, on calibration text that is not measured. A model
+that is quantized already is measured as it is ("as loaded"), and then dequantized for the methods.
 Perplexity is measured on WikiText-2's validation text at each activation precision. Acceptance is
 measured with greedy drafts of three tokens on real prompts. Every output of QSpec is compared with
 plain decoding's, at every requested cache precision.
@@ -61,10 +62,13 @@ COLUMNS = (
 
 def main() -> int:
     options = _options()
-    model = specjax.load(options.model)
+    loaded = specjax.load(options.model)
+    model = specjax.dequantize(loaded)
     text, calibration, prompts = (_own_text if options.own_text else _texts)(model, options)
-    chosen = [each for each in SCHEMES if options.only in (None, each[1])]
+    chosen = [each for each in SCHEMES if options.only is None or each[0] in options.only]
     rows = [_measure("16 bits", model, text, [], options)]
+    if loaded.quantized:
+        rows.append(_measure("as loaded", loaded, text, prompts, options))
     for name, method, settings in tqdm(chosen, file=sys.stderr):
         needed = Recipe(method, **settings).needs_calibration
         params = specjax.quantize(
@@ -83,10 +87,10 @@ def main() -> int:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--model", default="tiny-16bit", help="a bundled 16-bit model, or a directory")
+    add("--model", default="tiny-16bit", help="a model in 16 bits, or smollm2")
     add("--label", help="the model's name in the result")
     add("--own-text", action="store_true", help="text sampled from the model itself")
-    add("--only", help="one method")
+    add("--only", nargs="+", choices=[name for name, *_ in SCHEMES], help="some schemes")
     add("--tokens", type=int, default=16384, help="tokens of the text for the perplexity")
     add("--window", type=int, default=512)
     add("--prompts", type=int, default=8, help="prompts per kind of text")

@@ -34,8 +34,9 @@ the commits that were measured.
 The machines are rented and shared: rates drift within minutes. Compare numbers of one run only, as
 the tables do. `compilers` holds programs that were compiled for other devices.
 
-`tiny` and the models made from it are small. Their greedy text repeats itself, and repetition is
-easy to draft: acceptance on these pages is higher than on real models.
+SmolLM2-135M-Instruct is a real instruct model, and its tables come first. `tiny` and the models
+made from it are smaller. Their greedy text repeats itself, and repetition is easy to draft:
+acceptance in their tables is higher than on real models.
 
 ## Results that are not quoted
 
@@ -85,6 +86,9 @@ def _page(subject: str, results: Sequence[Result]) -> str:
         if section.module.split(".")[0] != subject:
             continue
         mine = [r for r in results if fnmatch(r.name.split("/")[1], section.files) and r.quotable]
+        if not mine:
+            continue
+        mine.sort(key=lambda result: "smollm2" not in result.name)  # the real model leads
         parts.append(f"## {section.title}")
         parts.append(f"`python -m benchmarks.{section.module}`. {section.note}".strip())
         for machine in dict.fromkeys(r.machine for r in mine):
@@ -186,6 +190,35 @@ def _compression(rows: Rows) -> str:
     )
 
 
+SHOWN = {
+    "tokens_per_round": ("Tokens per round", 2),
+    "kept": ("Kept of all drafts", 3),
+    "token_acceptance": ("Kept of tested drafts", 3),
+}
+
+
+def _accepted(rows: Rows) -> str:
+    """A table per ratio and temperature: a line per drafter, a column per kind of text."""
+    greedy = [row for row in rows if row["kind"] == "all" and "identical" in row]
+    compared = sum(row["prompts"] for row in greedy)
+    differing = compared - sum(row["identical"] for row in greedy)
+    parts = [f"{compared} greedy outputs compared with plain decoding's, **{differing} differ**."]
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        how = f"at temperature {temperature}" if temperature else "greedy"
+        for field, (title, digits) in SHOWN.items():
+            lines: dict[str, dict[str, Any]] = {}
+            for row in (row for row in rows if row["temperature"] == temperature):
+                line = lines.setdefault(
+                    row["drafter"], {"target": row["target"], "drafter": row["drafter"]}
+                )
+                low, middle, high = (
+                    figure(row[name], digits) for name in (f"{field}_low", field, f"{field}_high")
+                )
+                line[row["kind"]] = f"{middle} ({low} – {high})"
+            parts += [f"#### {title}, {how}", plain(list(lines.values()))]
+    return "\n\n".join(parts)
+
+
 def _products(rows: Rows) -> str:
     """Medians over the shapes of weights; the JSON has every shape."""
     lines = []
@@ -223,8 +256,20 @@ def _parallel(rows: Rows) -> str:
 
 SECTIONS = (
     Section("exactness.outputs", "outputs_*", "Greedy outputs, and acceptance", render=_outputs),
+    Section("exactness.places", "*places", "One prompt in three places",
+            "SmolLM2, sampled: the same prompt and key alone, in a batch and in a queue."),
+    Section("exactness.logits", "*logits", "Logits beside transformers on torch",
+            "SmolLM2's GGUF file, which transformers dequantizes itself; WikiText-2. *near tie*: "
+            "the largest distance of the two first choices where they differ."),
     Section("exactness.chi_square", "chi_square*", "Sampled texts",
             "100,000 sampled texts per drafter against their exact distribution."),
+    Section("speed.instruct_drafters", "smollm2_drafters*", "Drafters of a real instruct model",
+            "SmolLM2 answers real prompts, reading included. *speedup*: geometric mean over "
+            "prompts, beside plain decoding of the same target, with its 95 % interval.",
+            apart=True),
+    Section("speed.beside_llama_cpp", "smollm2_llama_cpp*", "Beside llama.cpp on the same file",
+            "*read*: up to the first new token; *generate*: 64 tokens after it; *first*: from the "
+            "shell to the first token; *texts*: greedy answers.", _by_part),
     Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
             "The target is `tiny-16bit` widened to 1.04 billion parameters "
             "(`benchmarks/support/widen.py`): acceptance is the small model's, cost the large's. "
@@ -248,7 +293,11 @@ SECTIONS = (
     Section("kernels.sampling", "sampling", "Choosing a token", "Milliseconds."),
     Section("kernels.compile_check_tpu", "compile_check_tpu*", "Kernels compiled for TPUs",
             "Compiled without a device; none has run on one.", _compiled),
-    Section("quality.schemes", "schemes*", "Quantization schemes",
+    Section("quality.acceptance", "*acceptance", "Acceptance on real text",
+            "SmolLM2-135M-Instruct. *gguf*: the model as its file has it; *bfloat16*: the same, "
+            "dequantized. Its weights lie on a 4-bit grid in groups of 32, which flatters the "
+            "INT4 cast with groups of 32. In brackets: 95 % intervals over prompts.", _accepted),
+    Section("quality.schemes", "*schemes*", "Quantization schemes",
             "*ppl*: perplexity by activation precision; *accepted*: token acceptance of drafts.",
             apart=True),
     Section("quality.compression", "compression*", "Drafts without a model",
@@ -257,7 +306,8 @@ SECTIONS = (
             "drafting model per token.", _compression),
     Section("quality.refinement", "refinement", "Refinement of a corpus",
             "Tokens that a look-up gains, by the part of a corpus that is kept."),
-    Section("quality.evaluation", "evaluation*", "Evaluation", render=_by_part),
+    Section("quality.evaluation", "*evaluation*", "Evaluation",
+            "Beside a score: its items, and half of its 95 % interval.", _by_part, apart=True),
     Section("memory.footprint", "footprint", "Decoding, against the cache's capacity"),
     Section("memory.convert_1b", "convert_1b", "Conversion of a billion parameters"),
     Section("memory.quantize_1b", "quantize_1b", "Quantization of a billion parameters"),
