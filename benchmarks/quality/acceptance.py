@@ -122,7 +122,7 @@ def _counted(
 def _decoded(
     case: Case, asked: list[tuple[str, list[int]]], sampled: bool, options: Any
 ) -> dict[str, np.ndarray]:
-    drawn = {"sampling": specjax.Sampling(TEMPERATURE), "key": jax.random.key(7)}
+    drawn = {"sampling": specjax.Sampling(temperature=TEMPERATURE), "key": jax.random.key(7)}
     completions = specjax.decode_many(
         target(case.target), [ids for _, ids in asked], rows=options.rows, drafter=case.make(),
         max_new_tokens=options.max_new_tokens, **(drawn if sampled else {}),
