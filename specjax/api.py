@@ -19,12 +19,15 @@ from specjax.drafting import (
     TranslatedDraft,
 )
 from specjax.drafting.datastore import Datastore
-from specjax.generation.batching import Completion, decode_many
+from specjax.generation.batch import Completion
+from specjax.generation.batching import decode_many
 from specjax.generation.decoding import DecodeResult, decode
-from specjax.generation.text import generate, stream
+from specjax.generation.generating import Generation, generate
+from specjax.generation.streaming import Round, stream, stream_many
 from specjax.model import parallel
 from specjax.model.config import ModelConfig, RopeScaling
 from specjax.model.params import Params, prepack
+from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import Stats
 
@@ -37,8 +40,10 @@ __all__ = [
     "DecodeResult",
     "DraftModel",
     "Drafter",
+    "Generation",
     "Heuristic",
     "LayerSkip",
+    "Logprobs",
     "Lookahead",
     "ModelConfig",
     "MultiLevel",
@@ -48,6 +53,7 @@ __all__ = [
     "QSpec",
     "Retrieval",
     "RopeScaling",
+    "Round",
     "Sampling",
     "Spectra",
     "Stats",
@@ -59,4 +65,5 @@ __all__ = [
     "planning",
     "prepack",
     "stream",
+    "stream_many",
 ]

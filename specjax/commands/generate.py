@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import os
 import sys
 import time
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 import specjax
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
@@ -23,7 +24,8 @@ from specjax.commands.options import (
     seed,
     unicode_text,
 )
-from specjax.generation.text import Round, TextStream, stream
+from specjax.generation.streaming import Round, stream
+from specjax.generation.text import TextStream
 
 if TYPE_CHECKING:
     from checkpoints_tools.tokenizer import Tokenizer
@@ -58,6 +60,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="end before this text; repeatable",
     )
     add("--trace", action="store_true", help="show where each token came from")
+    add(
+        "--logprobs",
+        type=integer,
+        metavar="K",
+        help="list the log-probability of every token, and the K most probable ones",
+    )
     add_drafter(parser)
     _add_sampling(parser)
     parser.set_defaults(run=_generate)
@@ -74,27 +82,43 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     ):
         add(name, type=type_, metavar=metavar, help=help_)
     add("--seed", type=seed, default=0, metavar="N", help="seed of the random key; 0 if left out")
+    add("--samples", type=integer, metavar="N", help="print N outputs instead of one")
 
 
 def _generate(options: argparse.Namespace) -> None:
     if "" in options.stop:
         raise ValueError("--stop must name a text, got an empty one")
+    sampling = _sampling(options)
+    if options.samples is not None:
+        _check_samples(options, sampling)
     target = chosen_target(options)
     params = target.params
     tokenizer = specjax.load_tokenizer(options.model)
     drafter = make_drafter(read_drafter(options), target)
+    settings: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "drafter": drafter,
+        "sampling": sampling,
+        "key": jax.random.key(options.seed) if sampling else None,
+        "cache_bits": options.cache_bits,
+        "logprobs": options.logprobs,
+    }
+    if options.samples is None:
+        _print_one(options, params, tokenizer, settings)
+    else:
+        _print_samples(options, params, tokenizer, settings)
+
+
+def _print_one(
+    options: argparse.Namespace,
+    params: specjax.Params,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+) -> None:
+    """Prints one output as it comes."""
     prompt = _prompt(options, tokenizer)
-    sampling = _sampling(options)
     first = begun = time.perf_counter()
-    rounds = stream(
-        params,
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        drafter=drafter,
-        sampling=sampling,
-        cache_bits=options.cache_bits,
-        key=jax.random.key(options.seed) if sampling else None,
-    )
+    rounds = stream(params, prompt, **settings)
     text = TextStream(tokenizer, prompt, options.stop)
     show = (_Trace if options.trace else _Plain)(text)
     seen: list[Round] = []
@@ -111,6 +135,57 @@ def _generate(options: argparse.Namespace) -> None:
     print(f"\n\n{_summary(seen, seconds, first - begun)}")
     if options.trace:
         print(_legend())
+    if options.logprobs is not None:
+        tokens = [token for each in seen for token in each.tokens]
+        parts = [each.logprobs for each in seen]
+        _print_logprobs(
+            tokenizer, tokens, jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        )
+
+
+def _check_samples(options: argparse.Namespace, sampling: specjax.Sampling | None) -> None:
+    if options.samples < 1:
+        raise ValueError(f"--samples must be at least 1, got {options.samples}")
+    if sampling is None:
+        raise ValueError("--samples needs an option of sampling, for example --temperature 0.8")
+    if options.trace:
+        raise ValueError("--trace shows one output as it comes; leave out --samples")
+
+
+def _print_samples(
+    options: argparse.Namespace,
+    params: specjax.Params,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+) -> None:
+    """Prints several outputs once all of them are there."""
+    prompt = [{"role": "user", "content": options.text}] if options.chat else options.text
+    found = specjax.generate(
+        params, tokenizer, prompt, samples=options.samples, stop=options.stop, **settings
+    )
+    for number, each in enumerate(found, 1):
+        print(f"[{number}] {options.text}{each.text}\n")
+        if each.logprobs is not None:
+            _print_logprobs(tokenizer, each.tokens.tolist(), each.logprobs)
+            print()
+
+
+def _print_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: specjax.Logprobs
+) -> None:
+    """One line per token: its id, text and log-probability, and the most probable tokens."""
+
+    def shown(token: int) -> str:
+        return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
+
+    texts = [shown(token) for token in tokens]
+    width = max(5, *map(len, texts))
+    print(f"{'id':>7}  {'token':<{width}}  logprob  most probable")
+    for place, (token, text) in enumerate(zip(tokens, texts, strict=True)):
+        top = zip(logprobs.top_tokens[place], logprobs.top_logprobs[place], strict=True)
+        others = ", ".join(f"{shown(int(each))} {value:.2f}" for each, value in top)
+        own = logprobs.tokens[place]
+        print(f"{token:>7}  {text:<{width}}  {own:>7.2f}  {others}".rstrip())
 
 
 def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
@@ -144,9 +219,11 @@ def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
 
 def _without(each: Round, tokens: Sequence[int]) -> Round:
     """The round without some tokens."""
-    return Round(
-        *([token for token in kind if token not in tokens] for kind in dataclasses.astuple(each))
+    accepted, rejected, given = (
+        [token for token in kind if token not in tokens]
+        for kind in (each.accepted, each.rejected, each.given)
     )
+    return Round(accepted, rejected, given)
 
 
 class _Plain:

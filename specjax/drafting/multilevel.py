@@ -137,6 +137,7 @@ class MultiLevel(Drafter):
             stats=draft.stats,
             stop_tokens=(),
             depth=state.depth + 1,
+            logprobs=None,
         )
 
 

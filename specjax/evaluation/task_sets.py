@@ -18,9 +18,9 @@ from specjax.checks import check_integer
 from specjax.drafting import Autoregressive, Drafter, QSpec
 from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
-from specjax.evaluation.tasks.base import ChatTokenizer, Identified, Setup, Task
+from specjax.evaluation.tasks.base import Identified, Setup, Task
 from specjax.files.digests import digest
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import ChatTokenizer, Tokenizer
 from specjax.model.params import Params
 
 

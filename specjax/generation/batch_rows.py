@@ -39,30 +39,42 @@ class Job(NamedTuple):
     width: int
 
 
-class PromptReading(NamedTuple):
-    """A prompt that is being read: the cache of one row, with `done` tokens in it."""
+class Waiting(NamedTuple):
+    """A prompt that waits for a row: its number, its tokens, int32[T], and its key, [1] or None."""
 
     number: int
     tokens: np.ndarray
+    key: jax.Array | None
+
+
+class PromptReading(NamedTuple):
+    """A prompt that is being read: the cache of one row, with `done` tokens in it."""
+
+    prompt: Waiting
     cache: KVCache
     done: int
 
+    @property
+    def unread(self) -> int:
+        """Tokens to read yet; the first round reads the last one of a prompt."""
+        return len(self.prompt.tokens) - 1 - self.done
 
-def open_prompt(job: Job, number: int, tokens: np.ndarray) -> PromptReading:
+
+def open_prompt(job: Job, prompt: Waiting) -> PromptReading:
     """Returns a prompt of which nothing is read yet."""
-    return PromptReading(number, tokens, _one_row(job.params, job.request), 0)
+    return PromptReading(prompt, _one_row(job.params, job.request), 0)
 
 
-def read_chunk(job: Job, prompt: PromptReading) -> PromptReading:
+def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
     """Reads the next tokens of a prompt, all but the last one."""
-    end = min(prompt.done + CHUNK, len(prompt.tokens) - 1)
-    if end <= prompt.done:
-        return prompt
+    if not reading.unread:
+        return reading
+    done, end = reading.done, reading.done + min(CHUNK, reading.unread)
     chunk = np.zeros((1, CHUNK), np.int32)
-    chunk[0, : end - prompt.done] = prompt.tokens[prompt.done : end]
-    cache = prompt.cache.with_lengths(jnp.array([prompt.done], jnp.int32))
+    chunk[0, : end - done] = reading.prompt.tokens[done:end]
+    cache = reading.cache.with_lengths(jnp.array([done], jnp.int32))
     cache = _chunk(job.params, chunk, cache, job.request.activation)
-    return prompt._replace(cache=cache, done=end)
+    return reading._replace(cache=cache, done=end)
 
 
 @partial(jax.jit, donate_argnames="cache", static_argnames="activation")
@@ -75,15 +87,13 @@ def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activa
     return on_mesh(read, params.mesh, (params,), (tokens, cache), out=row_specs(cache))
 
 
-def admit(
-    job: Job, state: DecodeState, prompt: PromptReading, row: int, keys: jax.Array | None
-) -> DecodeState:
-    """Returns the batch's state with a prompt in one of its rows."""
+def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> DecodeState:
+    """Returns the batch's state with a prompt that has been read in one of its rows."""
+    prompt = reading.prompt
     tokens = np.zeros((1, job.width), np.int32)
     tokens[0, : len(prompt.tokens)] = prompt.tokens
-    lengths = jnp.array([len(prompt.tokens)], jnp.int32)
-    key = None if keys is None else keys[prompt.number][None]
-    one = _begin(job.params, job.request, prompt.cache, Rows(jnp.asarray(tokens), lengths, key))
+    rows = Rows(jnp.asarray(tokens), jnp.array([len(prompt.tokens)], jnp.int32), prompt.key)
+    one = _begin(job.params, job.request, reading.cache, rows)
     after: DecodeState = _insert(state, one, np.int32(row), job.params.mesh)
     return after
 
@@ -154,17 +164,17 @@ def _one_row(params: Params, request: Request) -> KVCache:
     return on_mesh(partial(empty_cache, rows=1), params.mesh, (params, request), ())
 
 
-def empty_rows(job: Job, rows: int, keys: jax.Array | None) -> DecodeState:
-    """Returns a state of finished rows, each as if it had a prompt of one token."""
+def empty_rows(job: Job, rows: int, key: jax.Array | None) -> DecodeState:
+    """Returns a state of finished rows, each as if it had a prompt of one token and that key."""
     tokens, lengths = jnp.zeros((1, job.width), jnp.int32), jnp.ones(1, jnp.int32)
-    row = Rows(tokens, lengths, None if keys is None else keys[:1])
+    row = Rows(tokens, lengths, key)
     cache = jax.eval_shape(_one_row, job.params, job.request)
     one = jax.eval_shape(_begin, job.params, job.request, cache, row)
 
     def blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            assert keys is not None
-            return jnp.broadcast_to(keys[:1], (rows,))
+            assert key is not None
+            return jnp.broadcast_to(key, (rows,))
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
     def state() -> DecodeState:

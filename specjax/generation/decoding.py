@@ -22,6 +22,7 @@ from specjax.model.parallel import ROWS, check_rows, on_mesh, readable
 from specjax.model.params import Params
 from specjax.model.transformer import prefill
 from specjax.speculation.drafter import Drafter
+from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Stats
@@ -38,6 +39,7 @@ class DecodeResult:
     failed: bool[B], rows that ended early because the model's next logits were NaN or infinite, as
         damaged or too large weights make them.
     levels: counts of the levels that drafted, the one below the target first; see `MultiLevel`.
+    logprobs: log-probabilities of the new tokens; None: not asked for.
     """
 
     tokens: jax.Array
@@ -45,6 +47,7 @@ class DecodeResult:
     stats: Stats
     failed: jax.Array
     levels: tuple[Stats, ...] = ()
+    logprobs: Logprobs | None = None
 
 
 def failure(generated: int) -> str:
@@ -76,13 +79,14 @@ def decode(
     stop_tokens: Sequence[int] | None = None,
     cache_capacity: int | None = None,
     cache_bits: int = 16,
+    logprobs: int | None = None,
 ) -> DecodeResult:
     """Generates text speculatively; the output is that of plain decoding with 16-bit activations.
 
     Greedy output is bit-identical to `Autoregressive()`'s on CPU. Sampled output has the same
-    distribution. A pure function: it composes with jit (max_new_tokens, stop_tokens, cache_capacity
-    and cache_bits static) and vmap over keys. For many samples of one prompt a batch of rows with
-    one key each is faster.
+    distribution. A pure function: it composes with jit (max_new_tokens, stop_tokens,
+    cache_capacity, cache_bits and logprobs static) and vmap over keys. For many samples of one
+    prompt a batch of rows with one key each is faster.
 
     Args:
       params: the model.
@@ -97,6 +101,9 @@ def decode(
       cache_capacity: KV slots per row; None: as many as needed.
       cache_bits: bits per cache entry: 16 (the model's own dtype), 8 or 4 (one scale and zero per
         token and head). Draft and verification read the same entries, so the output stays exact.
+      logprobs: k: return the log-probability of every new token, and the k most probable tokens at
+        each place with theirs, k in 0 … vocab_size; None: return none. They are those of the
+        model's own distribution, before `sampling`; see `Logprobs`.
 
     Returns:
       A `DecodeResult`.
@@ -107,6 +114,7 @@ def decode(
     request = Request.make(
         params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
         stop_tokens=stop_tokens, cache_capacity=cache_capacity, cache_bits=cache_bits,
+        logprobs=logprobs,
     )  # fmt: skip
     return decode_request(params, request, prompt, prompt_lengths, key)
 
@@ -187,8 +195,9 @@ def _decode_rows(params: Params, request: Request, rows: Rows) -> DecodeResult:
         _start_rows(params, request, rows),
     )
     return DecodeResult(
-        state.tokens, state.lengths, state.stats, state.failed, drafter.levels(state.draft)
-    )
+        state.tokens, state.lengths, state.stats, state.failed, drafter.levels(state.draft),
+        state.logprobs,
+    )  # fmt: skip
 
 
 def _start_rows(params: Params, request: Request, rows: Rows) -> DecodeState:
@@ -211,6 +220,9 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
     tokens, lengths, keys = rows
     count, width = tokens.shape
     pad_id = params.config.pad_id
+    logprobs = None
+    if request.logprobs is not None:
+        logprobs = Logprobs.zeros(count, request.max_new_tokens, request.logprobs)
     valid = jnp.arange(width) < lengths[:, None]
     state = DecodeState(
         tokens=jnp.pad(
@@ -229,5 +241,6 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
         sampling=request.sampling,
         stop_tokens=request.stop_tokens,
         vocab_size=params.config.vocab_size,
+        logprobs=logprobs,
     )
     return dataclasses.replace(state, draft=request.drafter.init(params, state, width))

@@ -112,6 +112,17 @@ def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) ->
     return chosen
 
 
+def check_logprobs(logprobs: int | None, config: ModelConfig) -> int | None:
+    """Returns how many of the most probable tokens to record. Raises ValueError if it is no such
+    number."""
+    if logprobs is None:
+        return None
+    k = check_integer("logprobs", logprobs)
+    if not 0 <= k <= config.vocab_size:
+        raise ValueError(f"logprobs must be in 0 … {config.vocab_size} or None, got {k}")
+    return k
+
+
 def _pad(
     prompt: Sequence[int] | Sequence[Sequence[int]], pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:

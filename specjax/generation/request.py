@@ -17,7 +17,7 @@ from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.drafting import QSpec
-from specjax.generation.prompts import check_limits, check_stop_tokens
+from specjax.generation.prompts import check_limits, check_logprobs, check_stop_tokens
 from specjax.model.config import ModelConfig
 from specjax.model.parallel import check_drafter
 from specjax.model.params import Params, check_is_params
@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     cache_capacity: int | None
     cache_bits: int
     activation: Activation
+    logprobs: int | None
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +51,8 @@ class Request:
     cache_capacity: KV slots per row; None until the prompts are known (`for_width`).
     cache_bits: bits per cache entry.
     activation: activation precision of the target.
+    logprobs: how many of the most probable tokens to record at each place; None: not even the
+        log-probabilities of the new tokens.
     """
 
     drafter: Drafter
@@ -59,6 +62,7 @@ class Request:
     cache_capacity: int | None = jax.tree.static()
     cache_bits: int = jax.tree.static()
     activation: Activation = jax.tree.static()
+    logprobs: int | None = jax.tree.static()
 
     @classmethod
     def make(
@@ -72,6 +76,7 @@ class Request:
         cache_capacity: int | None = None,
         cache_bits: int = 16,
         activation: Activation = "a16",
+        logprobs: int | None = None,
     ) -> Request:
         """Checks the options against the model. Arguments as in `specjax.decode`.
 
@@ -94,6 +99,7 @@ class Request:
             cache_capacity=cache_capacity,
             cache_bits=cache_bits,
             activation=activation,
+            logprobs=check_logprobs(logprobs, params.config),
         )
 
     def slots(self, config: ModelConfig, width: int) -> int:

@@ -1,78 +1,30 @@
-"""Text in, text out: `generate`, and `stream`, which yields every round as it is verified."""
+"""Tokens as text: what a tokenizer must do, texts that end an output, and text as it arrives."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
-import jax
-import numpy as np
-
-from specjax.generation.decoding import decode_request, failure, start_request
-from specjax.generation.prompts import Prompt, check_ids
-from specjax.generation.request import Request
-from specjax.model.params import Params
-from specjax.speculation.drafter import Drafter
-from specjax.speculation.rounds import step
-from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState
-
-_BUCKET = 32  # prompts are padded to multiples of this
 _CONTEXT = 16  # tokens before the next one that can affect its text
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer that this file uses; `specjax.load_tokenizer` returns one."""
+    """The methods of a tokenizer that decoding uses; `specjax.load_tokenizer` returns one."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def generate(
-    params: Params,
-    tokenizer: Tokenizer,
-    text: str,
-    *,
-    max_new_tokens: int = 64,
-    drafter: Drafter | None = None,
-    sampling: Sampling | None = None,
-    key: jax.Array | None = None,
-    stop_tokens: Sequence[int] | None = None,
-    cache_bits: int = 16,
-) -> str:
-    """Continues `text`.
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer with a chat template, as `specjax.load_tokenizer` returns one."""
 
-    Args:
-      params: the model.
-      tokenizer: its tokenizer.
-      text: the text to continue; at least one token.
-      max_new_tokens: the most tokens to generate, at least 1.
-      drafter: proposes tokens; default QSpec().
-      sampling: draws tokens; None: the greedy choice.
-      key: a random key; goes with `sampling`.
-      stop_tokens: tokens that end the text; None: the model's own; () for none.
-      cache_bits: bits per cache entry: 16, 8 or 4.
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
 
-    Returns:
-      The continuation, without the given text and without the stop token.
+    def decode(self, ids: Sequence[int]) -> str: ...
 
-    Raises:
-      ValueError: as `specjax.decode` does, or the model's logits are NaN or infinite.
-    """
-    prompt = tokenizer.encode(text)
-    request = Request.make(
-        params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
-        stop_tokens=stop_tokens, cache_bits=cache_bits,
-    )  # fmt: skip
-    result = decode_request(
-        params, request, *_bucketed(params, prompt, request.max_new_tokens), key
-    )
-    if result.failed[0]:
-        raise ValueError(failure(int(result.stats.generated[0])))
-    output = np.asarray(result.tokens)[0, len(prompt) : np.asarray(result.lengths)[0]].tolist()
-    return output_text(tokenizer, prompt, output, request.stop_tokens)
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
 
 
 def output_text(
@@ -86,99 +38,6 @@ def output_text(
 def cut(text: str, strings: Sequence[str]) -> str:
     """Cuts a text where the first of some strings begins."""
     return text[: min((i for string in strings if (i := text.find(string)) >= 0), default=None)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """One draft-verify round of one row.
-
-    accepted: drafted tokens that the target kept.
-    rejected: drafted tokens from the first rejected one on; empty for a tree.
-    given: the target's own token, if the row still had room for it.
-    """
-
-    accepted: list[int]
-    rejected: list[int]
-    given: list[int]
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens that the row gained."""
-        return self.accepted + self.given
-
-
-def stream(
-    params: Params,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int = 64,
-    drafter: Drafter | None = None,
-    sampling: Sampling | None = None,
-    key: jax.Array | None = None,
-    stop_tokens: Sequence[int] | None = None,
-    cache_bits: int = 16,
-) -> Iterator[Round]:
-    """Decodes one prompt and yields every round as soon as it is verified.
-
-    The tokens are those of `specjax.decode`. The call itself checks the arguments and reads the
-    prompt; each round is computed when it is asked for.
-
-    Args:
-      params: the model.
-      prompt: token ids.
-      max_new_tokens: the most tokens to generate, at least 1.
-      drafter: proposes tokens; default QSpec().
-      sampling: draws tokens; None: the greedy choice.
-      key: a random key; goes with `sampling`.
-      stop_tokens: tokens that end the row (kept in the output); None: the model's own; () for none.
-      cache_bits: bits per cache entry: 16, 8 or 4.
-
-    Returns:
-      The rounds.
-
-    Raises:
-      ValueError: as `specjax.decode` does; in a round, the model's logits are NaN or infinite.
-    """
-    request = Request.make(
-        params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
-        stop_tokens=stop_tokens, cache_bits=cache_bits,
-    )  # fmt: skip
-    tokens, lengths = _bucketed(params, prompt, request.max_new_tokens)
-    state = start_request(params, request, tokens, lengths, key)
-    return _rounds(params, state, request.drafter)
-
-
-def _rounds(params: Params, state: DecodeState, drafter: Drafter) -> Iterator[Round]:
-    """Runs a state of one row to its end. The given state is donated."""
-    while not state.finished[0]:
-        state, verified = step(params, state, drafter)
-        proposed, drafted, accepted, emitted, count = (
-            np.asarray(getattr(verified, name))[0]
-            for name in ("proposed", "drafted", "accepted", "emitted", "count")
-        )
-        kept = min(int(accepted), int(count))
-        rejected = proposed[accepted:drafted] if verified.nodes is None else proposed[:0]
-        yield Round(
-            accepted=emitted[:kept].tolist(),
-            rejected=rejected.tolist(),
-            given=emitted[kept:count].tolist(),
-        )
-    if state.failed[0]:
-        raise ValueError(failure(int(state.stats.generated[0])))
-
-
-def _bucketed(
-    params: Params, prompt: Sequence[int], max_new_tokens: int
-) -> tuple[Prompt, list[int]]:
-    """Pads a prompt to an integer array [1, W]; few different W, since each one is compiled anew.
-
-    W is the next multiple of _BUCKET, or less if the model's positions end before it.
-    """
-    ids = check_ids(prompt)
-    length = len(ids)
-    room = params.config.max_position_embeddings - max_new_tokens
-    width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))
-    return np.array([ids + [params.config.pad_id] * (width - length)]), [length]
 
 
 class StopStrings:

@@ -58,6 +58,11 @@ def _step(
     slots = state.lengths[:, None] + jnp.arange(verified.emitted.shape[1])
     slots = jnp.where(slots < lengths[:, None], slots, state.tokens.shape[1])  # drop the rest
     rows = jnp.arange(slots.shape[0])[:, None]
+    logprobs = state.logprobs
+    if logprobs is not None:
+        assert verified.logprobs is not None
+        prompts = state.lengths - state.stats.generated
+        logprobs = logprobs.put(slots - prompts[:, None], verified.logprobs)
     state = dataclasses.replace(
         state,
         tokens=state.tokens.at[rows, slots].set(verified.emitted, mode="drop"),
@@ -67,6 +72,7 @@ def _step(
         cache=_line_up(cache, state, verified).with_lengths(lengths - 1),
         draft=drafter.observe(state.draft, verified),
         stats=_count_round(state, verified),
+        logprobs=logprobs,
     )
     return state, verified
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.model.kv_cache import KVCache
+from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.sampling import Sampling
 
 
@@ -75,6 +76,7 @@ class DecodeState:
     vocab_size: entries of the target's vocabulary, which all levels use. Static.
     lag: tokens before the last that the cache may lack. Static.
     depth: levels above this one; 0 for the target's own state. Static.
+    logprobs: of the new tokens so far; None: nobody asked for them.
     """
 
     tokens: jax.Array
@@ -91,6 +93,7 @@ class DecodeState:
     vocab_size: int = jax.tree.static()
     lag: int = jax.tree.static(default=0)
     depth: int = jax.tree.static(default=0)
+    logprobs: Logprobs | None = None
 
     @property
     def last_tokens(self) -> jax.Array:
@@ -149,6 +152,7 @@ class Verified:
     chain.
     distributions: f32[B, N + 1, V], the target's distribution of every emitted token; None when
         decoding greedily.
+    logprobs: of every emitted token, N + 1 per row; None: nobody asked for them.
     """
 
     proposed: jax.Array
@@ -162,3 +166,4 @@ class Verified:
     finite: jax.Array
     nodes: jax.Array | None
     distributions: jax.Array | None
+    logprobs: Logprobs | None = None

@@ -22,6 +22,7 @@ from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation import trees
 from specjax.speculation.acceptance import greedy_match, greedy_path, rejection_sample, sample_path
+from specjax.speculation.logprobs import score_emitted
 from specjax.speculation.sampling import greedy, probabilities, seen_tokens
 from specjax.speculation.state import DecodeState, Proposal, Verified
 
@@ -43,8 +44,14 @@ def verify(
     if counts is None:
         counts = jnp.full_like(state.lengths, proposal.tokens.shape[1])
     if proposal.parents is None:
-        return _judge_chain(state, proposal, counts, logits), cache
-    return _judge_tree(state, proposal, proposal.parents, counts, logits), cache
+        verified = _judge_chain(state, proposal, counts, logits)
+    else:
+        verified = _judge_tree(state, proposal, proposal.parents, counts, logits)
+    if state.logprobs is not None:
+        behind = logits if verified.nodes is None else _along(logits, verified.nodes)
+        scored = score_emitted(behind, verified.emitted, state.logprobs.k)
+        verified = dataclasses.replace(verified, logprobs=scored)
+    return verified, cache
 
 
 def _judge_chain(

@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 
+import jax
 import pytest
 
 import specjax
@@ -69,6 +70,40 @@ def test_sampling_follows_the_seed(capsys) -> None:
     runs = [_generate(capsys, "--temperature", "1", "--seed", seed) for seed in ("1", "1", "2")]
     texts = [run.rsplit("\n\n", 1)[0] for run in runs]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_samples_are_those_of_generate(capsys) -> None:
+    out = _generate(capsys, "--temperature", "1", "--samples", "3", "--seed", "5", "--stop", "zz")
+    expected = specjax.generate(
+        specjax.load("tiny"), specjax.load_tokenizer("tiny"), "Once upon a time", samples=3,
+        max_new_tokens=24, sampling=specjax.Sampling(temperature=1), key=jax.random.key(5),
+    )  # fmt: skip
+    for number, each in enumerate(expected, 1):
+        assert f"[{number}] Once upon a time{each.text}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--samples", "2"), "--samples needs an option of sampling"),
+        (("--samples", "0", "--top-k", "3"), "--samples must be at least 1, got 0"),
+        (("--samples", "2", "--top-k", "3", "--trace"), "--trace shows one output"),
+        (("--logprobs", "-1"), "logprobs must be in 0 …"),
+    ],
+)
+def test_samples_and_log_probabilities_that_cannot_be_shown(options, sentence, capsys) -> None:
+    assert main(["generate", "Once upon a time", *options]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_log_probabilities_of_every_token(capsys) -> None:
+    """Greedy: the token itself is the most probable one."""
+    _, _, table = _generate(capsys, "--logprobs", "2").rpartition("most probable\n")
+    lines = table.splitlines()
+    assert len(lines) == 24
+    for line in lines:
+        token, own, top = re.fullmatch(r" *\d+  (\".*\") +(-?[\d.]+)  (.*)", line).groups()
+        assert top.startswith(f"{token.rstrip()} {own}, ")
 
 
 def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:

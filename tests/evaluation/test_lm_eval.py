@@ -136,8 +136,8 @@ def test_continuations(harness: Any, tasks: Path) -> None:
     params, tokenizer = specjax.load("tiny"), specjax.load_tokenizer("tiny")
     expected = []
     for each in QUESTIONS:
-        text = specjax.generate(params, tokenizer, each["text"], max_new_tokens=24)
-        expected.append(text.split("king said")[0].split(".")[0])
+        written = specjax.generate(params, tokenizer, each["text"], max_new_tokens=24)
+        expected.append(written.text.split("king said")[0].split(".")[0])
     assert any(expected)
     for arguments in (
         {}, {"drafter": "autoregressive", "draft_length": None, "batch_size": 1}

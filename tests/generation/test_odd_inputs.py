@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax
-from specjax.generation.batching import _check_prompts
+from specjax.generation.batch import _check_prompts
 from specjax.generation.request import Request
 from tests.support.random_models import CONFIG, random_model
 

@@ -20,6 +20,7 @@ import specjax
 from specjax.generation.decoding import start
 from specjax.model.params import Params
 from specjax.speculation.acceptance import rejection_sample, sample_path
+from specjax.speculation.logprobs import score_emitted
 from specjax.speculation.sampling import probabilities
 from specjax.speculation.state import DecodeState, Proposal
 from specjax.speculation.verification import verify
@@ -66,6 +67,29 @@ def test_distributions_of_any_shape(
         first, marks = (x[:count].reshape(*shape, vocabulary) for x in (logits, seen))
         given = np.asarray(run(first, sampling, marks)).reshape(count, vocabulary)
         np.testing.assert_array_equal(given, whole[:count], err_msg=str(shape))
+
+
+@COMPILED
+@SHAPES
+@VOCABULARIES
+def test_log_probabilities_of_any_shape(
+    vocabulary: int, shapes: tuple[tuple[int, ...], ...], compiled: str
+) -> None:
+    """As above, with the most probable tokens at each place."""
+    logits = 3 * jax.random.normal(jax.random.key(vocabulary), (1, 32, vocabulary))
+    tokens = jnp.arange(32, dtype=jnp.int32)[None] % vocabulary
+    run = jax.jit(score_emitted, static_argnums=2)
+    whole = run(logits, tokens, 3)
+    for shape in shapes:
+        rows, places = (shape[0], 1) if len(shape) == 1 else shape
+        count = rows * places
+        given = run(
+            logits[0, :count].reshape(rows, places, vocabulary),
+            tokens[0, :count].reshape(rows, places), 3,
+        )  # fmt: skip
+        for ours, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(whole), strict=True):
+            flat = np.asarray(ours).reshape(count, *ours.shape[2:])
+            np.testing.assert_array_equal(flat, theirs[0, :count], err_msg=str(shape))
 
 
 def _tiny(vocabulary: int) -> Params:
@@ -117,8 +141,9 @@ def test_no_reduction_of_floats_is_left_to_the_compiler() -> None:
     ]
     chain = jax.make_jaxpr(rejection_sample)(keys, tokens, tokens[:, 0], p[:, 1:], p)
     tree = jax.make_jaxpr(sample_path)(keys, tokens, parents, tokens > 0, p[:, 1:], p)
+    scored = jax.make_jaxpr(score_emitted, static_argnums=2)(p, jnp.zeros((rows, n + 1), int), 2)
     lengths = jax.make_jaxpr(lambda state: specjax.Adaptive().lengths(state, 8))(p[:, 0, :2])
-    for program in (*sampled, chain, tree, lengths):
+    for program in (*sampled, scored, chain, tree, lengths):
         assert not set(_reductions_of_floats(program.jaxpr))
 
 

@@ -158,11 +158,11 @@ def many_prompts() -> None:
     divided = shard(RTN, mesh(2, 4))
     for chosen, rows in ((prompts, 4), (prompts[:3], 8)):  # 8 become 4, a multiple of the axis
         runs = [
-            specjax.decode_many(params, chosen, rows=rows, max_new_tokens=NEW)
+            specjax.decode_many(params, chosen, rows=rows, max_new_tokens=NEW, logprobs=2)
             for params in (RTN, divided)
         ]
         for one, many in zip(*runs, strict=True):
-            _same((one.tokens, one.stats), (many.tokens, many.stats))
+            _same((one.tokens, one.stats, one.logprobs), (many.tokens, many.stats, many.logprobs))
     stopped = specjax.decode_many(
         divided, prompts, rows=4, max_new_tokens=NEW, stop_when=lambda i, output: len(output) > i
     )

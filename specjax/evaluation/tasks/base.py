@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,20 +16,9 @@ from pallas_kernels.activations import Activation
 from specjax.checks import shown
 from specjax.evaluation.runs import Record
 from specjax.files.json_lines import Line, read_lines
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import ChatTokenizer, Tokenizer
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
-
-
-@runtime_checkable
-class ChatTokenizer(Protocol):
-    """A tokenizer with a chat template, as `specjax.load_tokenizer` returns one."""
-
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def chat(self, messages: Sequence[dict[str, str]]) -> str: ...
 
 
 class Setup(NamedTuple):

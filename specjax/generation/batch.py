@@ -1,0 +1,220 @@
+"""A continuous batch, as the host sees it: prompts that wait, one that is being read, and rows.
+
+Whoever drives a batch fills its free rows, runs rounds, and takes out the rows that are finished
+or that nobody wants any longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from specjax.checks import check_integer, shown
+from specjax.generation.batch_rows import (
+    CHUNK,
+    Job,
+    PromptReading,
+    Waiting,
+    admit,
+    empty_rows,
+    end_row,
+    open_prompt,
+    read_chunk,
+    run_rounds,
+)
+from specjax.generation.decoding import failure
+from specjax.generation.prompts import check_ids, normalize_prompt
+from specjax.generation.request import Request, row_keys
+from specjax.model.parallel import check_rows, readable, whole_rows
+from specjax.model.params import Params
+from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.rounds import step
+from specjax.speculation.state import DecodeState, Stats, Verified
+
+_CHUNKS = 4  # at most, for every row without a prompt, while the others wait for their next round
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """The result of one prompt.
+
+    tokens: int32[n], the prompt included; int32[0] where the prompt was refused.
+    stats: counts, int32[] each.
+    levels: counts of the levels that drafted; see `DecodeResult`.
+    error: why the prompt was refused, or why its output ended early: the model's next logits were
+        NaN or infinite. None: neither.
+    logprobs: log-probabilities of the new tokens; None: not asked for, or the prompt was refused.
+    """
+
+    tokens: np.ndarray
+    stats: Stats
+    levels: tuple[Stats, ...] = ()
+    error: str | None = None
+    logprobs: Logprobs | None = None
+
+
+class Batch:
+    """Rows on the device, and the prompts that go through them, first come, first served.
+
+    job: what all prompts share.
+    waiting: prompts that nobody has read yet.
+    running: the prompts in the rows, by row.
+    state: the rows.
+    """
+
+    def __init__(self, job: Job, rows: int, prompts: Iterable[Waiting]) -> None:
+        self.job, self._rows = job, rows
+        self.waiting = deque(prompts)
+        self.running: dict[int, Waiting] = {}
+        self.state = empty_rows(job, rows, self.waiting[0].key)
+        self._coming: PromptReading | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any prompt is not finished."""
+        return bool(self.waiting or self._coming or self.running)
+
+    @property
+    def wanting(self) -> bool:
+        """Whether a free row will get a prompt that must be read first."""
+        return self._coming is not None or bool(self.waiting and len(self.running) < self._rows)
+
+    def fill(self) -> None:
+        """Reads a few chunks of the next prompts, and puts what has been read into free rows."""
+        for _ in range(_CHUNKS * (self._rows - len(self.running))):
+            if self._coming is None:
+                if not self.waiting or len(self.running) == self._rows:
+                    return
+                self._coming = open_prompt(self.job, self.waiting.popleft())
+            self._coming = read_chunk(self.job, self._coming)
+            if not self._coming.unread:
+                row = next(row for row in range(self._rows) if row not in self.running)
+                self.state = admit(self.job, self.state, self._coming, row)
+                self.running[row], self._coming = self._coming.prompt, None
+
+    def run(self, limit: int) -> int:
+        """Runs rounds until a row finishes, at most `limit`. Returns their number."""
+        params, request = self.job.params, self.job.request
+        self.state, rounds = run_rounds(params, request, self.state, np.int32(limit))
+        return int(rounds)
+
+    def step(self) -> Verified:
+        """Runs one round. Returns what was verified, for all rows."""
+        params, request = self.job.params, self.job.request
+        after: tuple[DecodeState, Verified]
+        after = step(params, self.state, request.drafter, request.activation)
+        self.state = after[0]
+        return after[1]
+
+    def finished(self) -> list[int]:
+        """The rows whose prompts are finished."""
+        finished = np.asarray(readable(self.state.finished, self.job.params.mesh))
+        return [row for row in self.running if finished[row]]
+
+    def take(self, row: int, end: int | None = None) -> Completion:
+        """Frees a row. Returns what it holds, or its first `end` tokens."""
+        completion = completed(self.job.params, self.job.request, self.state, row, end)
+        if row not in self.finished():
+            self.state = end_row(self.state, np.int32(row), self.job.params.mesh)
+        del self.running[row]
+        return completion
+
+
+def open_batch(
+    params: Params,
+    request: Request,
+    prompts: Iterable[Sequence[int]],
+    rows: int,
+    key: jax.Array | None,
+) -> tuple[Batch | None, dict[int, Completion]]:
+    """Checks the arguments and the prompts, as `decode_many` has them.
+
+    Returns the batch, None if there is nothing to decode, and the errors of the prompts that cannot
+    be decoded, by their numbers.
+    """
+    if check_integer("rows", rows) < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}")
+    check_rows(params.mesh, rows)
+    listed = _listed(prompts)
+    accepted, refused = _check_prompts(params, request, listed)
+    keys = row_keys(request.sampling, key, len(listed))
+    if not accepted:
+        return None, refused
+    width = max(len(tokens) for tokens in accepted.values())
+    rows = min(rows, whole_rows(params.mesh, len(accepted)))
+    job = Job(params, _with_capacity(params, request, width, rows), _rounded(width))
+    waiting = (
+        Waiting(number, tokens, None if keys is None else keys[number : number + 1])
+        for number, tokens in accepted.items()
+    )
+    return Batch(job, rows, waiting), refused
+
+
+def completed(
+    params: Params, request: Request, state: DecodeState, row: int, end: int | None = None
+) -> Completion:
+    """Returns what a row holds, or its first `end` tokens."""
+    levels = request.drafter.levels(state.draft)
+    values = state.tokens, state.lengths, state.stats, state.failed, levels, state.logprobs
+    tokens, length, stats, failed, levels, logprobs = jax.tree.map(
+        lambda leaf: np.asarray(leaf[row]), readable(values, params.mesh)
+    )
+    error = None
+    if end is not None:
+        stats = dataclasses.replace(stats, generated=stats.generated - (length - end))
+        length = end
+    elif failed:
+        error = failure(int(stats.generated))
+    logprobs = jax.tree.map(lambda leaf: leaf[: int(stats.generated)], logprobs)
+    return Completion(tokens[:length], stats, levels, error, logprobs)
+
+
+def refusal(error: str) -> Completion:
+    """Returns the result of a prompt that cannot be decoded."""
+    none = jax.tree.map(lambda counts: np.asarray(counts[0]), Stats.zeros(1))
+    return Completion(np.zeros(0, np.int32), none, error=error)
+
+
+def _rounded(width: int) -> int:
+    """The width rounded up, so that prompts of like lengths share their programs."""
+    return -(-width // CHUNK) * CHUNK
+
+
+def _with_capacity(params: Params, request: Request, width: int, rows: int) -> Request:
+    """The request for prompts of up to `width` tokens, with as many cache slots as the longest
+    prompts of the same programs need."""
+    if request.cache_capacity is None:
+        room = params.config.max_position_embeddings - request.max_new_tokens
+        capacity = request.slots(params.config, max(width, min(_rounded(width), room)))
+        request = dataclasses.replace(request, cache_capacity=capacity)
+    return request.for_width(params, width, rows)
+
+
+def _listed(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+    """Returns prompts that may come one by one. Raises ValueError where there are none."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
+        raise ValueError(f"prompts must be lists of token ids, got {shown(prompts)}")
+    listed = list(prompts)
+    if not listed:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    return listed
+
+
+def _check_prompts(
+    params: Params, request: Request, prompts: list[Sequence[int]]
+) -> tuple[dict[int, np.ndarray], dict[int, Completion]]:
+    """Returns the prompts that can be decoded, and the errors of the others, by their numbers."""
+    accepted, refused = {}, {}
+    request.slots(params.config, 1)
+    for index, prompt in enumerate(prompts):
+        try:
+            tokens, _ = normalize_prompt(np.array(check_ids(prompt)), None, params.config)
+            request.slots(params.config, tokens.shape[1])
+            accepted[index] = np.asarray(tokens[0])
+        except ValueError as error:
+            refused[index] = refusal(str(error))
+    return accepted, refused

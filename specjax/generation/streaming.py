@@ -1,0 +1,207 @@
+"""Rounds as they are verified: `stream` for one prompt, `stream_many` for any number of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax.generation.batch import Batch, Completion, completed, open_batch
+from specjax.generation.decoding import start_request
+from specjax.generation.prompts import Prompt, check_ids
+from specjax.generation.request import Request
+from specjax.model.parallel import readable
+from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.rounds import step
+from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import DecodeState, Verified
+
+_BUCKET = 32  # one prompt is padded to a multiple of this
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One draft-verify round of one row.
+
+    accepted: drafted tokens that the target kept.
+    rejected: drafted tokens from the first rejected one on; empty for a tree.
+    given: the target's own token, if the row still had room for it.
+    completion: the prompt's result, in its last round; None in the others.
+    logprobs: log-probabilities of `tokens`; None: not asked for.
+    """
+
+    accepted: list[int]
+    rejected: list[int]
+    given: list[int]
+    completion: Completion | None = None
+    logprobs: Logprobs | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens that the row gained."""
+        return self.accepted + self.given
+
+
+def stream(
+    params: Params,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    cache_bits: int = 16,
+    logprobs: int | None = None,
+) -> Iterator[Round]:
+    """Decodes one prompt and yields every round as soon as it is verified.
+
+    The tokens are those of `specjax.decode`. The call itself checks the arguments and reads the
+    prompt; each round is computed when it is asked for.
+
+    Args:
+      params: the model.
+      prompt: token ids.
+      max_new_tokens: the most tokens to generate, at least 1.
+      drafter: proposes tokens; default QSpec().
+      sampling: draws tokens; None: the greedy choice.
+      key: a random key; goes with `sampling`.
+      stop_tokens: tokens that end the row (kept in the output); None: the model's own; () for none.
+      cache_bits: bits per cache entry: 16, 8 or 4.
+      logprobs: k: add the log-probability of every token, and the k most probable tokens at each
+        place with theirs; None: add none. See `Logprobs`.
+
+    Returns:
+      The rounds.
+
+    Raises:
+      ValueError: as `specjax.decode` does; in a round, the model's logits are NaN or infinite.
+    """
+    request = Request.make(
+        params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
+        stop_tokens=stop_tokens, cache_bits=cache_bits, logprobs=logprobs,
+    )  # fmt: skip
+    tokens, lengths = _bucketed(params, prompt, request.max_new_tokens)
+    return _stream_one(params, request, start_request(params, request, tokens, lengths, key))
+
+
+def stream_many(
+    params: Params,
+    prompts: Iterable[Sequence[int]],
+    *,
+    rows: int = 8,
+    max_new_tokens: int = 64,
+    drafter: Drafter | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    cache_bits: int = 16,
+    logprobs: int | None = None,
+) -> Iterator[tuple[int, Round]]:
+    """Decodes any number of prompts and yields every round as soon as it is verified.
+
+    The tokens are those of `specjax.decode_many`. The call itself checks the arguments; prompts are
+    read and rounds are computed when the next one is asked for. A row whose prompt is finished gets
+    the next prompt.
+
+    Args:
+      params: the model.
+      prompts: token ids of every prompt. One that is not a list of token ids, or does not fit, has
+        one round, without tokens, whose `completion` says why; the others go on.
+      rows: prompts decoded at a time; under a mesh a multiple of its data axis.
+      max_new_tokens: the most tokens to generate per prompt.
+      drafter: proposes tokens; default QSpec().
+      sampling: draws tokens; None: the greedy choice.
+      key: a random key, from which prompt i gets fold_in(key, i), or one per prompt.
+      stop_tokens: tokens that end a prompt's output; None: the model's own; () for none.
+      cache_bits: bits per cache entry: 16, 8 or 4.
+      logprobs: k: add the log-probability of every token, and the k most probable tokens at each
+        place with theirs; None: add none. See `Logprobs`.
+
+    Returns:
+      Pairs of a prompt's number and its next round. The last round of each prompt has its
+      `completion`.
+
+    Raises:
+      ValueError: there are no prompts, or an argument is out of its range.
+    """
+    request = Request.make(
+        params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
+        stop_tokens=stop_tokens, cache_bits=cache_bits, logprobs=logprobs,
+    )  # fmt: skip
+    return _stream_batch(*open_batch(params, request, prompts, rows, key))
+
+
+def _stream_one(params: Params, request: Request, state: DecodeState) -> Iterator[Round]:
+    """Runs a state of one row to its end. The given state is donated."""
+    completion = None
+    while completion is None:
+        state, verified = step(params, state, request.drafter, request.activation)
+        if state.finished[0]:
+            completion = completed(params, request, state, 0)
+        yield dataclasses.replace(_rounds(verified, params.mesh)[0], completion=completion)
+    if completion.error is not None:
+        raise ValueError(completion.error)
+
+
+def _stream_batch(
+    batch: Batch | None, refused: dict[int, Completion]
+) -> Iterator[tuple[int, Round]]:
+    """Drives a batch to its end, a round at a time."""
+    for number, completion in refused.items():
+        yield number, Round([], [], [], completion)
+    while batch is not None and batch.busy:
+        batch.fill()
+        if batch.running:
+            rounds = _rounds(batch.step(), batch.job.params.mesh)
+            finished = batch.finished()
+            for row, prompt in list(batch.running.items()):
+                end = batch.take(row) if row in finished else None
+                yield prompt.number, dataclasses.replace(rounds[row], completion=end)
+
+
+def _rounds(verified: Verified, mesh: Mesh | None) -> list[Round]:
+    """What was verified, row by row."""
+    names = ("proposed", "drafted", "accepted", "emitted", "count", "logprobs")
+    values = {name: getattr(verified, name) for name in names}
+    whole = jax.tree.map(np.asarray, readable(values, mesh))
+    rows = [jax.tree.map(itemgetter(row), whole) for row in range(len(whole["count"]))]
+    return [_round(tree=verified.nodes is not None, **row) for row in rows]
+
+
+def _round(
+    tree: bool,
+    proposed: np.ndarray,
+    drafted: np.ndarray,
+    accepted: np.ndarray,
+    emitted: np.ndarray,
+    count: np.ndarray,
+    logprobs: Logprobs | None,
+) -> Round:
+    kept = min(int(accepted), int(count))
+    return Round(
+        accepted=emitted[:kept].tolist(),
+        rejected=[] if tree else proposed[accepted:drafted].tolist(),
+        given=emitted[kept:count].tolist(),
+        logprobs=jax.tree.map(lambda leaf: leaf[:count], logprobs),
+    )
+
+
+def _bucketed(
+    params: Params, prompt: Sequence[int], max_new_tokens: int
+) -> tuple[Prompt, list[int]]:
+    """Pads a prompt to an integer array [1, W]; few different W, since each one is compiled anew.
+
+    W is the next multiple of _BUCKET, or less if the model's positions end before it.
+    """
+    ids = check_ids(prompt)
+    length = len(ids)
+    room = params.config.max_position_embeddings - max_new_tokens
+    width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))
+    return np.array([ids + [params.config.pad_id] * (width - length)]), [length]
