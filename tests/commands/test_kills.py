@@ -25,9 +25,8 @@ from tests.support.hf_directories import write_model
 from tests.support.task_files import write_tasks
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-TIMES = int(
-    os.environ.get("SPECJAX_KILLS", "1")
-)  # of each kind, of each command, in `make test-rest`
+# Kills, and interruptions, of each command.
+TIMES = int(os.environ.get("SPECJAX_KILLS", "1"))
 PYTHON = 0.5  # seconds until the interpreter has started
 TRAIN = """
 import sys
