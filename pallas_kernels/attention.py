@@ -13,12 +13,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt16
 
-from pallas_kernels import attention_reference, cpu, mosaic_tpu, triton_gpu
+from pallas_kernels import attention_reference, cpu
 from pallas_kernels.attention_reference import BLOCK as BLOCK
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
+from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.settings import own_settings
 
 
@@ -41,8 +41,8 @@ Implementation = Literal["reference", "cpu", "triton_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
     "reference": attention_reference.attention,
     "cpu": cpu.attention,
-    "triton_gpu": _masked(triton_gpu.attention),
-    "mosaic_tpu": _masked(mosaic_tpu.attention),
+    "triton_gpu": _masked(deferred("triton_gpu", "attention")),
+    "mosaic_tpu": _masked(deferred("mosaic_tpu", "attention")),
 }
 
 
@@ -93,29 +93,31 @@ def attention(
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
-    kernels = _by_platform(queries, keys, ancestors)
-    if implementation is not None:
-        kernels = {"default": IMPLEMENTATIONS[implementation]}
+    options = {"window": window, "head_scale": head_scale}
     operands = (queries, keys, values, lengths, positions, ancestors)
-    y: jax.Array = lax.platform_dependent(
+    if implementation is not None:
+        return IMPLEMENTATIONS[implementation](*operands, **options)
+    kernels = {"cuda": _served("triton_gpu"), "tpu": _served("mosaic_tpu")}
+    if cpu.available():
+        kernels["cpu"] = IMPLEMENTATIONS["cpu"]
+    y: jax.Array = by_platform(
         *operands,
-        **{
-            platform: partial(kernel, window=window, head_scale=head_scale)
-            for platform, kernel in kernels.items()
-        },
+        result=jax.ShapeDtypeStruct(queries.shape, jnp.float32),
+        default=partial(IMPLEMENTATIONS["reference"], **options),
+        **{platform: partial(kernel, **options) for platform, kernel in kernels.items()},
     )
     return y
 
 
-def _by_platform(
-    queries: jax.Array, keys: Entries, ancestors: jax.Array | None
-) -> dict[str, Callable[..., jax.Array]]:
-    """The kernels that serve these operands, by platform; the reference is the default."""
-    kernels = {"default": IMPLEMENTATIONS["reference"]}
-    if cpu.available():
-        kernels["cpu"] = IMPLEMENTATIONS["cpu"]
-    if triton_gpu.attention_refusal(queries, keys, ancestors) is None:
-        kernels["cuda"] = IMPLEMENTATIONS["triton_gpu"]
-    if mosaic_tpu.attention_refusal(queries, keys, ancestors) is None:
-        kernels["tpu"] = IMPLEMENTATIONS["mosaic_tpu"]
-    return kernels
+def _served(name: Literal["triton_gpu", "mosaic_tpu"]) -> Callable[..., jax.Array]:
+    """The kernel where it serves the operands, the reference elsewhere."""
+
+    def attention(
+        queries: jax.Array, keys: Entries, values: Entries, lengths: jax.Array,
+        positions: jax.Array, ancestors: jax.Array | None, **options: object,
+    ) -> jax.Array:  # fmt: skip
+        refusal = deferred(name, "attention_refusal")(queries, keys, ancestors)
+        kernel = IMPLEMENTATIONS[name if refusal is None else "reference"]
+        return kernel(queries, keys, values, lengths, positions, ancestors, **options)
+
+    return attention

@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from pallas_kernels import cpu
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.settings import own_settings
 
 # Per m, four symmetric sequences of ±1 with period m whose periodic autocorrelations add up to
@@ -67,11 +68,12 @@ def hadamard(x: Float32[Array, "*shape"], axis: int = -1) -> Float32[Array, "*sh
     matrices = [
         jnp.asarray(hadamard_matrix(order), jnp.float32) for order in dense_orders(size) or ()
     ]
-    y: jax.Array = lax.platform_dependent(
+    y: jax.Array = by_platform(
         blocks,
         *matrices,
-        cpu=partial(cpu.hadamard if cpu.available() else reference, scale=size**-0.5),
+        result=jax.ShapeDtypeStruct(blocks.shape, blocks.dtype),
         default=partial(reference, scale=size**-0.5),
+        cpu=partial(cpu.hadamard if cpu.available() else reference, scale=size**-0.5),
     )
     return y.reshape(x.shape)
 

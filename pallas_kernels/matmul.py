@@ -12,10 +12,9 @@ from typing import Any, Literal, Protocol, cast, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import cpu, mosaic_gpu, mosaic_tpu, reference, triton_gpu
+from pallas_kernels import cpu, reference
 from pallas_kernels.activations import Activation, check_activation, clip_activations
 from pallas_kernels.formats import (
     Int4Weight,
@@ -26,6 +25,7 @@ from pallas_kernels.formats import (
     check_one_offset,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
 from pallas_kernels.settings import own_settings
 
@@ -54,9 +54,9 @@ Implementation = Literal["reference", "cpu", "mosaic_gpu", "triton_gpu", "mosaic
 IMPLEMENTATIONS: dict[Implementation, Kernel] = {
     "reference": _one_by_one(reference.matmul),
     "cpu": cpu.matmul,
-    "mosaic_gpu": _one_by_one(mosaic_gpu.matmul),
-    "triton_gpu": _one_by_one(triton_gpu.matmul),
-    "mosaic_tpu": _one_by_one(mosaic_tpu.matmul),
+    "mosaic_gpu": _one_by_one(deferred("mosaic_gpu", "matmul")),
+    "triton_gpu": _one_by_one(deferred("triton_gpu", "matmul")),
+    "mosaic_tpu": _one_by_one(deferred("mosaic_tpu", "matmul")),
 }
 
 
@@ -164,6 +164,8 @@ def _clip(weight: Weight, activation: Activation) -> float:
 
 def _gpu_matmul(x: jax.Array, weight: Quantized, activation: Activation) -> jax.Array:
     """Uses Hopper's kernel where it serves this device and shape, else the one for all GPUs."""
+    from pallas_kernels import mosaic_gpu, triton_gpu
+
     hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
     matmul = mosaic_gpu.matmul if hopper else triton_gpu.matmul
     return matmul(x, weight, activation)
@@ -179,16 +181,17 @@ def _has_accelerator_kernel(weight: Weight) -> bool:
 def _by_platform(
     x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
 ) -> tuple[jax.Array, ...]:
-    choices = {"cpu": cpu.matmul if cpu.available() else IMPLEMENTATIONS["reference"]}
+    kernels: dict[str, Kernel] = {"cpu": cpu.matmul} if cpu.available() else {}
     if all(map(_has_accelerator_kernel, weights)):
-        choices |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
-    products: tuple[jax.Array, ...] = lax.platform_dependent(
+        kernels |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
+    products: tuple[jax.Array, ...] = by_platform(
         x,
         weights,
-        **{
-            platform: partial(kernel, activation=activation) for platform, kernel in choices.items()
-        },
+        result=tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32) for w in weights),
         default=partial(IMPLEMENTATIONS["reference"], activation=activation),
+        **{
+            platform: partial(kernel, activation=activation) for platform, kernel in kernels.items()
+        },
     )
     return products
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import cpu
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.rounding import check_float, round_to
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.settings import own_settings
@@ -44,11 +45,12 @@ def rms_norm(
         raise ValueError(f"scale must have the shape of x's last axis {x.shape}, got {scale.shape}")
     for name, given in (("x", x.dtype), ("scale", scale.dtype), ("dtype", dtype)):
         check_float(name, given)
-    y: jax.Array = lax.platform_dependent(
+    y: jax.Array = by_platform(
         x,
         scale,
-        cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype),
+        result=jax.ShapeDtypeStruct(x.shape, dtype),
         default=partial(reference, eps=eps, dtype=dtype),
+        cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype),
     )
     return y
 

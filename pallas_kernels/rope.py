@@ -10,11 +10,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import cpu
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.rounding import check_float, round_to
 from pallas_kernels.settings import own_settings
 
@@ -54,12 +54,13 @@ def rotate(
                 f"got {angles.dtype.name}{list(angles.shape)}"
             )
     check_float("dtype", dtype)
-    y: jax.Array = lax.platform_dependent(
+    y: jax.Array = by_platform(
         x,
         cos,
         sin,
-        cpu=partial(cpu.rotate if cpu.available() else reference, dtype=dtype),
+        result=jax.ShapeDtypeStruct(x.shape, dtype),
         default=partial(reference, dtype=dtype),
+        cpu=partial(cpu.rotate if cpu.available() else reference, dtype=dtype),
     )
     return y
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from checkpoints_tools.quantization import quantize as quantize
     from checkpoints_tools.quantization.calibration import calibration_tokens as calibration_tokens
     from checkpoints_tools.quantization.dequantization import dequantize as dequantize
+    from specjax import planning as planning
     from specjax.api import *  # noqa: F403
 
 # Most stand on this package, and need libraries that decoding does not.
@@ -38,9 +39,11 @@ def __getattr__(name: str) -> Any:
     """
     if name in _TOOLS:
         return getattr(import_module(_TOOLS[name]), name)
+    if name == "planning":
+        return import_module("specjax.planning")
     api = import_module("specjax.api")  # which makes its packages attributes of this one
     if name == "__all__":
-        return sorted([*api.__all__, *_TOOLS])
+        return sorted([*api.__all__, *_TOOLS, "planning"])
     for names in (globals(), vars(api)):
         if name in names:
             return names[name]

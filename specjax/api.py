@@ -1,6 +1,5 @@
 """The public names of specjax that need no other package; `specjax` finds them when one is used."""
 
-from specjax import planning
 from specjax.drafting import (
     Adaptive,
     Autoregressive,
@@ -62,7 +61,6 @@ __all__ = [
     "decode_many",
     "generate",
     "parallel",
-    "planning",
     "prepack",
     "stream",
     "stream_many",
