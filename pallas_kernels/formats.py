@@ -24,6 +24,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.settings import own_settings
+
 PLANE = 128  # inputs per nibble plane
 BLOCK = 2 * PLANE  # inputs per packed block
 GROUP_SIZES = (32, 64, 128, None)
@@ -230,6 +232,8 @@ def check_group_size(group_size: int | None) -> None:
         )
 
 
+@jax.jit
+@own_settings()
 def pack(q: jax.Array) -> jax.Array:
     """Packs integers in -8 … 7: int8[N, K] -> uint8[N, ceil(K / 256) · 128]."""
     n, k = q.shape
@@ -369,6 +373,8 @@ def _padded_groups(
     if group_size is None:
         return values
     missing = padded_inputs(k) // group_size - groups
+    if not missing:
+        return values
     return jnp.pad(values, ((0, 0), (0, missing)), constant_values=padding)
 
 

@@ -37,6 +37,7 @@ def __getattr__(name: str) -> Any:
 
     JAX takes a second to import. A command must hear Ctrl-C before that second begins.
     """
+    import_module("specjax.files.compiled_programs").keep_compiled_programs()
     if name in _TOOLS:
         return getattr(import_module(_TOOLS[name]), name)
     if name == "planning":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,13 @@ from tests.support.word_tokenizer import WordTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_A_FILE = 30  # of `make test` on two quiet cores
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs are shared among a process's tests and kept out of the user's cache."""
+    folder = tempfile.mkdtemp(prefix="specjax-tests-")
+    os.environ["XDG_CACHE_HOME"] = folder
+    config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -77,13 +87,6 @@ def data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no real data at {path}; set SPECJAX_DATA to its folder")
     return path
-
-
-@pytest.fixture
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled programs of commands are shared among them and kept out of the user's cache."""
-    base = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ class GgufWeight:
             raw = raw.reshape(self.tensor.shape[0], self.row_bytes)
         found = to_weight(raw, self.kind, self.row_bytes)
         for leaf in jax.tree.leaves(found):
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
                 raise ValueError(
                     f"the tensor {self.tensor.name} in {self.tensor.file} holds NaN or infinity"
                 )
@@ -123,6 +124,7 @@ def _heads(header: Header, name: str, config: ModelConfig) -> int | None:
     return config.num_heads if layer == "q" else config.num_kv_heads
 
 
+@partial(jax.jit, static_argnames="heads")
 def _halves(weight: jax.Array | Quantized, heads: int) -> jax.Array | Quantized:
     """Puts the rows of every head into the library's order, in whatever format they are."""
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
-
-import jax
 
 import specjax
 from specjax.commands import checkpoints, datastore, evaluate, generate, lm_eval, plan
@@ -23,7 +19,6 @@ def run_command(arguments: Sequence[str] | None) -> None:
     """
     options = _parser().parse_args(arguments)
     check_outputs(options)
-    _enable_compilation_cache()
     options.run(options)
 
 
@@ -35,13 +30,3 @@ def _parser() -> argparse.ArgumentParser:
     for each in (generate, checkpoints, evaluate, lm_eval, plan, datastore):
         each.add(commands)
     return parser
-
-
-def _enable_compilation_cache() -> None:
-    """Keeps compiled programs on disk, where the next command finds them."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for name, value in (
-        ("jax_compilation_cache_dir", str(Path(base) / "specjax" / "compiled")),
-        ("jax_persistent_cache_min_compile_time_secs", 0.5),
-    ):
-        jax.config.update(name, value)

@@ -116,10 +116,7 @@ def test_shards(tmp_path: Path) -> None:
 
 
 # The command writes what the function does, and the tokenizer's files beside it.
-def test_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for compiled programs
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     params = model("int4")
     (tmp_path / "tokenizer.json").write_text("{}")
     checkpoint.save(params, tmp_path / "model", tokenizer_dir=tmp_path)

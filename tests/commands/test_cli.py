@@ -19,8 +19,6 @@ from specjax.cli import main
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.options import load_target
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 def _generate(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["generate", "Once upon a time", "--max-new-tokens", "24", *options]) == 0

@@ -12,8 +12,6 @@ import specjax
 from specjax.cli import main
 from tests.support.word_tokenizer import WordTokenizer
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 def _picture(tmp_path, name: str) -> list[str]:
     """The option to draw, where there is something to draw with."""

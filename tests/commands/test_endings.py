@@ -12,7 +12,6 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 COMMAND = [sys.executable, "-m", "specjax.cli"]
 GENERATE = [*COMMAND, "generate", "Once upon a time", "--max-new-tokens", "400"]
 WRITING = """

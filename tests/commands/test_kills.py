@@ -24,7 +24,6 @@ from tests.support.ended_commands import SPECJAX, Command, Ended
 from tests.support.hf_directories import write_model
 from tests.support.task_files import write_tasks
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 # Kills, and interruptions, of each command.
 TIMES = int(os.environ.get("SPECJAX_KILLS", "1"))
 PYTHON = 0.5  # seconds until the interpreter has started

@@ -12,7 +12,6 @@ from specjax.cli import main
 from specjax.commands.files import write_json
 from specjax.files.outputs import check_output, replacing_file
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 NOT_UTF8 = os.fsdecode(b"caf\xe9")
 
 

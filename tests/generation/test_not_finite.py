@@ -158,7 +158,7 @@ def test_one_value_is_enough(value: float) -> None:
 
 
 def test_the_command_says_so(
-    monkeypatch: pytest.MonkeyPatch, own_cache: None, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("specjax.load", lambda source: HUGE)
     monkeypatch.setattr("specjax.load_tokenizer", lambda source: WordTokenizer(CONFIG.vocab_size))

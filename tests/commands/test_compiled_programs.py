@@ -1,0 +1,63 @@
+"""A second process finds the programs that the first one compiled; users can say no, or where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DECODES = """
+import jax
+
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+import specjax
+
+params = specjax.load("tiny")
+result = specjax.decode(params, [1, 2, 3], max_new_tokens=4, drafter=specjax.Autoregressive())
+print("/jax/compilation_cache/cache_hits" in found, result.tokens.tolist())
+"""
+SAYS_WHERE = """
+import jax
+import specjax
+
+specjax.Sampling
+print(jax.config.jax_compilation_cache_dir)
+"""
+NOT_INHERITED = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", "XLA_FLAGS")
+
+
+def _printed(program: str, cache: Path, **environment: str) -> str:
+    inherited = {name: each for name, each in os.environ.items() if name not in NOT_INHERITED}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**inherited, "XDG_CACHE_HOME": str(cache), **environment},
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+
+
+def test_the_second_process_finds_them(tmp_path: Path) -> None:
+    first, second = (_printed(DECODES, tmp_path) for _ in range(2))
+    assert first.startswith("False ")
+    assert second == first.replace("False", "True")
+    assert list((tmp_path / "specjax" / "compiled").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, "{cache}/specjax/compiled"),
+        ({"JAX_COMPILATION_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
+        ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, "None"),
+    ],
+)
+def test_users_decide(tmp_path: Path, environment: dict[str, str], place: str) -> None:
+    assert _printed(SAYS_WHERE, tmp_path, **environment) == place.format(cache=tmp_path)
+
+
+def test_without_a_place_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert _printed(SAYS_WHERE, tmp_path / "file") == "None"
