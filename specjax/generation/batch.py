@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -28,12 +29,14 @@ from specjax.generation.batch_rows import (
 )
 from specjax.generation.decoding import failure
 from specjax.generation.prompts import check_ids, normalize_prompt
-from specjax.generation.request import Request, row_keys
+from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Stats, Verified
+
+Values = TypeVar("Values")  # a tree of arrays
 
 _CHUNKS = 4  # at most, for every row without a prompt, while the others wait for their next round
 
@@ -70,7 +73,7 @@ class Batch:
         self.job, self._rows = job, rows
         self.waiting = deque(prompts)
         self.running: dict[int, Waiting] = {}
-        self.state = empty_rows(job, rows, self.waiting[0].key)
+        self.state = empty_rows(job, rows, self.waiting[0])
         self._coming: PromptReading | None = None
 
     @property
@@ -142,16 +145,24 @@ def open_batch(
     listed = _listed(prompts)
     accepted, refused = _check_prompts(params, request, listed)
     keys = row_keys(request.sampling, key, len(listed))
+    sampling = jax.tree.map(np.asarray, row_sampling(request.sampling, len(listed)))
     if not accepted:
         return None, refused
     width = max(len(tokens) for tokens in accepted.values())
     rows = min(rows, whole_rows(params.mesh, len(accepted)))
-    job = Job(params, _with_capacity(params, request, width, rows), _rounded(width))
+    request = dataclasses.replace(_with_capacity(params, request, width, rows), sampling=None)
+    job = Job(params, request, _rounded(width))
     waiting = (
-        Waiting(number, tokens, None if keys is None else keys[number : number + 1])
+        Waiting(number, tokens, *_of_prompt((keys, sampling), number))
         for number, tokens in accepted.items()
     )
     return Batch(job, rows, waiting), refused
+
+
+def _of_prompt(values: Values, number: int) -> Values:
+    """What one prompt has of arrays [P], as arrays [1]."""
+    own: Values = jax.tree.map(lambda leaf: leaf[number : number + 1], values)
+    return own
 
 
 def completed(

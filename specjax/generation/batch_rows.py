@@ -26,6 +26,7 @@ from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row
 from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation.rounds import step
+from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState
 
 CHUNK = 64  # prompt tokens per pass
@@ -40,11 +41,20 @@ class Job(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A prompt that waits for a row: its number, its tokens, int32[T], and its key, [1] or None."""
+    """A prompt that waits for a row: its number, its tokens, int32[T], its key, [1] or None, and
+    its sampling, in arrays [1], or None."""
 
     number: int
     tokens: np.ndarray
     key: jax.Array | None
+    sampling: Sampling | None
+
+    def rows(self, width: int) -> Rows:
+        """The prompt as a batch of one, its tokens padded to `width`."""
+        tokens = np.zeros((1, width), np.int32)
+        tokens[0, : len(self.tokens)] = self.tokens
+        length = jnp.array([len(self.tokens)], jnp.int32)
+        return Rows(jnp.asarray(tokens), length, self.key, self.sampling)
 
 
 class PromptReading(NamedTuple):
@@ -89,11 +99,7 @@ def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activa
 
 def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> DecodeState:
     """Returns the batch's state with a prompt that has been read in one of its rows."""
-    prompt = reading.prompt
-    tokens = np.zeros((1, job.width), np.int32)
-    tokens[0, : len(prompt.tokens)] = prompt.tokens
-    rows = Rows(jnp.asarray(tokens), jnp.array([len(prompt.tokens)], jnp.int32), prompt.key)
-    one = _begin(job.params, job.request, reading.cache, rows)
+    one = _begin(job.params, job.request, reading.cache, reading.prompt.rows(job.width))
     after: DecodeState = _insert(state, one, np.int32(row), job.params.mesh)
     return after
 
@@ -164,23 +170,25 @@ def _one_row(params: Params, request: Request) -> KVCache:
     return on_mesh(partial(empty_cache, rows=1), params.mesh, (params, request), ())
 
 
-def empty_rows(job: Job, rows: int, key: jax.Array | None) -> DecodeState:
-    """Returns a state of finished rows, each as if it had a prompt of one token and that key."""
-    tokens, lengths = jnp.zeros((1, job.width), jnp.int32), jnp.ones(1, jnp.int32)
-    row = Rows(tokens, lengths, key)
+def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
+    """Returns a state of finished rows, each as if it had a prompt of one token; the given prompt
+    lends its key and its sampling."""
     cache = jax.eval_shape(_one_row, job.params, job.request)
-    one = jax.eval_shape(_begin, job.params, job.request, cache, row)
+    one = jax.eval_shape(_begin, job.params, job.request, cache, prompt.rows(job.width))
 
     def blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            assert key is not None
-            return jnp.broadcast_to(key, (rows,))
+            assert prompt.key is not None
+            return jnp.broadcast_to(prompt.key, (rows,))
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
     def state() -> DecodeState:
         ones = jnp.ones(rows, jnp.int32)
         blanks = jax.tree.map(blank, one)
-        finished: DecodeState = dataclasses.replace(blanks, lengths=ones, finished=ones > 0)
+        sampling = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), prompt.sampling)
+        finished: DecodeState = dataclasses.replace(
+            blanks, lengths=ones, finished=ones > 0, sampling=sampling
+        )
         return finished
 
     return blank_rows(state, job.params.mesh)

@@ -181,8 +181,8 @@ def _ends(batch: Batch, stop_when: StopWhen | None) -> dict[int, int]:
     state, mesh = batch.state, batch.job.params.mesh
     tokens, lengths = map(np.asarray, readable((state.tokens, state.lengths), mesh))
     ends = {}
-    for row, (number, prompt, _) in batch.running.items():
-        begin = len(prompt)
+    for row, prompt in batch.running.items():
+        number, begin = prompt.number, len(prompt.tokens)
         output = tokens[row, begin : lengths[row]].tolist()
         if stop_when(number, output):
             counts = range(1, len(output))

@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.settings import own_settings
 from specjax.generation.prompts import Prompt, normalize_prompt
-from specjax.generation.request import Options, Request, row_keys
+from specjax.generation.request import Options, Request, row_keys, row_sampling
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, check_rows, on_mesh, readable
 from specjax.model.params import Params
@@ -60,11 +60,12 @@ def failure(generated: int) -> str:
 
 class Rows(NamedTuple):
     """The prompts of a batch: tokens int32[B, T], right-padded; lengths int32[B]; keys [B] or
-    None."""
+    None; sampling with arrays [B], or None."""
 
     tokens: jax.Array
     lengths: jax.Array
     keys: jax.Array | None
+    sampling: Sampling | None
 
 
 def decode(
@@ -165,12 +166,14 @@ def checked_rows(
     prompt_lengths: jax.Array | Sequence[int] | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Request, Rows]:
-    """Checks the prompts; returns them in the loop's form, and the request for their width."""
+    """Checks the prompts; returns them in the loop's form, and the request for their width, whose
+    sampling is with the rows."""
     tokens, lengths = normalize_prompt(prompt, prompt_lengths, params.config)
     rows, width = tokens.shape
     check_rows(params.mesh, rows)
     request = request.for_width(params, width, rows)
-    return request, Rows(tokens, lengths, row_keys(request.sampling, key, rows))
+    keys, sampling = row_keys(request.sampling, key, rows), row_sampling(request.sampling, rows)
+    return dataclasses.replace(request, sampling=None), Rows(tokens, lengths, keys, sampling)
 
 
 @jax.jit
@@ -217,7 +220,7 @@ def empty_cache(params: Params, request: Request, rows: int) -> KVCache:
 
 def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
     """Returns the state before the first round. The cache holds every prompt token but the last."""
-    tokens, lengths, keys = rows
+    tokens, lengths, keys, sampling = rows
     count, width = tokens.shape
     pad_id = params.config.pad_id
     logprobs = None
@@ -238,7 +241,7 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
         keys=keys,
         draft=None,
         stats=Stats.zeros(count),
-        sampling=request.sampling,
+        sampling=sampling,
         stop_tokens=request.stop_tokens,
         vocab_size=params.config.vocab_size,
         logprobs=logprobs,

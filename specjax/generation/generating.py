@@ -13,7 +13,7 @@ import numpy as np
 from specjax.checks import check_integer, shown
 from specjax.generation.batch import Completion, refusal
 from specjax.generation.batching import complete_request
-from specjax.generation.request import Request, row_keys
+from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.generation.text import ChatTokenizer, StopStrings, Tokenizer, cut, output_text
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -22,6 +22,7 @@ from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import Stats
 
 Conversation = Sequence[Mapping[str, str]]
+Drawn = tuple[jax.Array | None, Sampling | None]  # keys [B], and sampling in arrays [B]
 _ACCEPTED = "a text, or a conversation: a list of messages with role and content"
 
 
@@ -143,7 +144,8 @@ def generate(
     )  # fmt: skip
     prompts, one = _listed(texts)
     asked = _Asked(tokenizer, prompts, _check_samples(samples, sampling), _check_stop(stop))
-    answers = _answer(params, request, asked, row_keys(sampling, key, len(prompts)), rows)
+    drawn = row_keys(sampling, key, len(prompts)), row_sampling(sampling, len(prompts))
+    answers = _answer(params, request, asked, drawn, rows)
     if one and (error := next((each.error for each in answers[0] if each.error), None)):
         raise ValueError(error)
     shaped = answers if samples is not None else [each for (each,) in answers]
@@ -160,9 +162,9 @@ class _Asked(NamedTuple):
 
 
 def _answer(
-    params: Params, request: Request, asked: _Asked, keys: jax.Array | None, rows: int
+    params: Params, request: Request, asked: _Asked, drawn: Drawn, rows: int
 ) -> list[list[Generation]]:
-    """Returns the outputs of every prompt. keys: one per prompt, [B]."""
+    """Returns the outputs of every prompt. drawn: by which key and how each prompt's are."""
     count = asked.samples or 1
     encoded: dict[int, list[int]] = {}
     found: dict[tuple[int, int], Generation] = {}
@@ -175,9 +177,10 @@ def _answer(
     ids = [encoded[number] for number, _ in places]
     stop_when = StopStrings(asked.tokenizer, ids, asked.stop) if asked.stop else None
     if places:
-        own = None if keys is None else _own_keys(keys, places, asked.samples)
+        keys, sampling = _of_places(drawn, places, asked.samples)
+        request = dataclasses.replace(request, sampling=sampling)
         for index, completion in complete_request(
-            params, request, ids, rows=rows, key=own, stop_when=stop_when
+            params, request, ids, rows=rows, key=keys, stop_when=stop_when
         ):
             found[places[index]] = _generation(asked, request, ids[index], completion)
     return [
@@ -185,11 +188,13 @@ def _answer(
     ]
 
 
-def _own_keys(keys: jax.Array, places: Sequence[tuple[int, int]], samples: int | None) -> jax.Array:
-    """Returns the key of every output, given those of the prompts; places: prompt and sample."""
+def _of_places(drawn: Drawn, places: Sequence[tuple[int, int]], samples: int | None) -> Drawn:
+    """The key and the sampling of every output; places: of which prompt, and which sample."""
     numbers, each = np.array(places, np.int32).T
-    own = keys[numbers]
-    return own if samples is None else jax.vmap(jax.random.fold_in)(own, jnp.asarray(each))
+    keys, sampling = jax.tree.map(lambda leaf: leaf[numbers], drawn)
+    if samples is not None and keys is not None:
+        keys = jax.vmap(jax.random.fold_in)(keys, jnp.asarray(each))
+    return keys, sampling
 
 
 def _generation(

@@ -146,3 +146,11 @@ def row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax
     if key.shape != (rows,):
         raise ValueError(f"key must be one key or one per row, shape ({rows},), got {key.shape}")
     return key
+
+
+def row_sampling(sampling: Sampling | None, rows: int) -> Sampling | None:
+    """Returns the sampling of every row, in arrays [B], or None for greedy decoding.
+
+    Raises ValueError if a field has neither one number nor one per row.
+    """
+    return None if sampling is None else sampling.per_row(rows)

@@ -23,7 +23,7 @@ from specjax.checks import check_integer
 from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, start
 from specjax.generation.prompts import Prompt, normalize_prompt
-from specjax.generation.request import row_keys
+from specjax.generation.request import row_keys, row_sampling
 from specjax.model.params import Params, check_is_params
 from specjax.planning.speed import Level, draft_time, speedup
 from specjax.speculation.sampling import Sampling
@@ -102,11 +102,16 @@ def measure(
     if check_integer("turns", turns) < 1:
         raise ValueError(f"turns must be at least 1, got {turns}")
     options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": (),
+        "max_new_tokens": max_new_tokens, "stop_tokens": (),
     }  # fmt: skip
     drafter = _of_fixed_length(drafter)
     tokens, lengths = normalize_prompt(prompts, prompt_lengths, params.config)
-    batches = _batches(tokens, lengths, row_keys(sampling, key, tokens.shape[0]), rows)
+    count = tokens.shape[0]
+    arguments = {
+        "prompt": tokens, "prompt_lengths": lengths,
+        "key": row_keys(sampling, key, count), "sampling": row_sampling(sampling, count),
+    }  # fmt: skip
+    batches = _batches(arguments, count, rows)
     results = [decode(params, drafter=drafter, **batch, **options) for batch in batches]
     if drafter.draft_length == 0:
         raise ValueError(f"drafter must propose something, got {drafter!r}")
@@ -123,23 +128,13 @@ def measure(
     return Measurement(levels, draft_cost, seconds, float(counts[0].tokens_per_round))
 
 
-def _batches(
-    tokens: jax.Array, lengths: jax.Array, keys: jax.Array | None, rows: int | None
-) -> list[dict[str, Any]]:
-    """Returns the prompts as arguments of `decode`, `rows` at a time."""
-    count = tokens.shape[0]
+def _batches(arguments: dict[str, Any], count: int, rows: int | None) -> list[dict[str, Any]]:
+    """Returns arguments of `decode` that have `count` rows, `rows` at a time."""
     rows = count if rows is None else check_integer("rows", rows)
     if not 1 <= rows <= count:
         raise ValueError(f"rows must be in 1 … {count}, the number of prompts, got {rows}")
     numbers = (np.arange(first, first + rows) % count for first in range(0, count, rows))
-    return [
-        {
-            "prompt": tokens[chosen],
-            "prompt_lengths": lengths[chosen],
-            "key": None if keys is None else keys[chosen],
-        }
-        for chosen in numbers
-    ]
+    return [jax.tree.map(lambda leaf: leaf[chosen], arguments) for chosen in numbers]  # noqa: B023
 
 
 class _Model(NamedTuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
@@ -17,12 +19,18 @@ BLOCK = 128  # tokens; divides the vocabularies of nearly all models
 _INFINITY = 0x7F800000  # its bits
 
 
-@jax.tree_util.register_dataclass
+Value = float | jax.Array | np.ndarray  # a number, or one per row
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Draws the next token. Decoding without one is greedy.
 
     Applied in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Each field is a number, or an array [B] with one number per row. It is a leaf of a pytree: other
+    numbers do not compile a program anew, and a field may be traced. A field that is None is left
+    out of the program.
 
     temperature: divides the logits; in [1e-6, 1e6].
     top_k: keep the k most probable tokens; None keeps all.
@@ -33,35 +41,94 @@ class Sampling:
         that are already in the prompt or the output (Keskar et al. 2019); None: no penalty. With
         top_k=1 it penalizes greedy decoding.
 
-    Raises ValueError where a field is out of its range.
+    Raises ValueError where a field is out of its range. A traced field is not checked.
     """
 
-    temperature: float = jax.tree.static(default=1.0)
-    top_k: int | None = jax.tree.static(default=None)
-    top_p: float | None = jax.tree.static(default=None)
-    min_p: float | None = jax.tree.static(default=None)
-    repetition_penalty: float | None = jax.tree.static(default=None)
+    temperature: Value = 1.0
+    top_k: int | jax.Array | np.ndarray | None = None
+    top_p: Value | None = None
+    min_p: Value | None = None
+    repetition_penalty: Value | None = None
 
     def __post_init__(self) -> None:
-        self._check("temperature", lambda x: 1e-6 <= x <= 1e6, "[1e-6, 1e6]")
-        self._check("top_p", lambda x: 0 < x <= 1, "(0, 1] or None")
-        self._check("min_p", lambda x: 0 <= x <= 1, "[0, 1] or None")
-        self._check("repetition_penalty", lambda x: 1e-6 <= x <= 1e6, "[1e-6, 1e6] or None")
-        if self.top_k is not None:
-            object.__setattr__(self, "top_k", check_integer("top_k", self.top_k))
-            if self.top_k < 1:
-                raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
+        hint = "; leave `sampling` out to decode greedily"
+        self._check("temperature", lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6]", hint)
+        for name, accepts, accepted in (
+            ("top_k", lambda x: x >= 1, "at least 1 or None"),
+            ("top_p", lambda x: (x > 0) & (x <= 1), "in (0, 1] or None"),
+            ("min_p", lambda x: (x >= 0) & (x <= 1), "in [0, 1] or None"),
+            ("repetition_penalty", lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6] or None"),
+        ):
+            if getattr(self, name) is not None:
+                self._check(name, accepts, accepted)
 
-    def _check(self, name: str, accepts: Callable[[float], bool], accepted: str) -> None:
-        """Makes a field a float. Raises ValueError where it is none or out of its range."""
+    def _check(
+        self, name: str, accepts: Callable[[Any], Any], accepted: str, hint: str = ""
+    ) -> None:
+        """Makes a number a float or an int. Raises ValueError where a field is not a number, or
+        out of its range."""
         given = getattr(self, name)
-        if given is None and name != "temperature":
+        whole = name == "top_k"
+        if getattr(given, "ndim", 0) or isinstance(given, jax.core.Tracer):
+            _check_array(name, given, whole)
+            found = given
+        else:
+            found = check_integer(name, given) if whole else check_number(name, given)
+        if isinstance(found, jax.core.Tracer):
             return
-        number = check_number(name, given)
-        if not accepts(number):
-            hint = "; leave `sampling` out to decode greedily" if name == "temperature" else ""
-            raise ValueError(f"{name} must be in {accepted}, got {number}{hint}")
-        object.__setattr__(self, name, number)
+        if not np.all(accepts(np.asarray(found))):
+            raise ValueError(f"{name} must be {accepted}, got {found}{hint}")
+        object.__setattr__(self, name, found)
+
+    def per_row(self, rows: int) -> Sampling:
+        """The same with arrays [B] as fields. Raises ValueError if one has another shape."""
+
+        def spread(path: Any, value: Any) -> jax.Array:
+            (field,) = path
+            if np.shape(value) not in ((), (rows,)):
+                raise ValueError(
+                    f"{field.name} must be one number or one per row, shape ({rows},), "
+                    f"got shape {np.shape(value)}"
+                )
+            dtype = jnp.float32
+            if field.name == "top_k":
+                dtype = jnp.int32
+                if not isinstance(value, jax.Array):
+                    value = np.minimum(value, np.iinfo(dtype).max)
+            return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
+        fields: Sampling = jax.tree_util.tree_map_with_path(spread, self)
+        return fields
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def _children(sampling: Sampling) -> tuple[tuple[Any, Any], ...]:
+    return tuple((jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _FIELDS)
+
+
+def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
+    """Checks nothing: JAX puts placeholders into a tree, and values that a check would wait for."""
+    sampling = object.__new__(Sampling)
+    for name, leaf in zip(_FIELDS, leaves, strict=True):
+        object.__setattr__(sampling, name, leaf)
+    return sampling
+
+
+jax.tree_util.register_pytree_with_keys(
+    Sampling, lambda sampling: (_children(sampling), None), _unflatten
+)
+
+
+def _check_array(name: str, given: Any, whole: bool) -> None:
+    """Raises ValueError unless an array can be a field."""
+    kinds = (np.integer,) if whole else (np.integer, np.floating)
+    if not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
+        kind = "integers" if whole else "numbers"
+        raise ValueError(f"{name} must be an array of {kind}, got {given.dtype}")
+    if given.ndim > 1:
+        raise ValueError(f"{name} must be a number or an array [B], got shape {given.shape}")
 
 
 def greedy(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
@@ -81,20 +148,28 @@ def probabilities(
 ) -> Float32[Array, "*B V"]:
     """Returns the distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1.
 
+    sampling: numbers, or arrays of the logits' first axis.
     seen: bool[..., V], the tokens that a repetition penalty applies to; needed if there is one.
     """
+
+    def each(value: Value | None) -> jax.Array:
+        """A field's values beside the logits of their rows."""
+        values = jnp.asarray(value, jnp.float32)
+        return values.reshape(*values.shape, *(1,) * (logits.ndim - values.ndim))
+
     if sampling.repetition_penalty is not None:
         assert seen is not None
-        penalty = sampling.repetition_penalty
+        penalty = each(sampling.repetition_penalty)
         logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
     # The maximum goes first, so that it is exactly 0 however small the temperature.
-    logits = (logits - row_max(logits)) / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        logits = _keep(logits, jnp.ones_like(logits), sampling.top_k)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        logits = _keep(logits, _softmax(logits), sampling.top_p)
+    logits = (logits - row_max(logits)) / each(sampling.temperature)
+    if sampling.top_k is not None:
+        logits = _keep(logits, jnp.ones_like(logits), each(sampling.top_k))
+    if sampling.top_p is not None:  # rounded probabilities may sum to 1 before the last token
+        top_p = each(sampling.top_p)
+        logits = _keep(logits, _softmax(logits), jnp.where(top_p < 1, top_p, jnp.inf))
     if sampling.min_p is not None:  # the most probable token has exp(0) = 1
-        logits = jnp.where(jnp.exp(logits) < sampling.min_p, -jnp.inf, logits)
+        logits = jnp.where(jnp.exp(logits) < each(sampling.min_p), -jnp.inf, logits)
     return _softmax(logits)
 
 
@@ -138,12 +213,12 @@ def seen_tokens(
     return array
 
 
-def _keep(logits: jax.Array, weights: jax.Array, limit: float) -> jax.Array:
+def _keep(logits: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
     """Sets to -inf every token whose predecessors' weights sum to `limit` or more.
 
-    Tokens are ordered by falling logit, then by token id. The largest logit must be 0. A sort takes
-    XLA:CPU fifty times as long, so the last kept logit is found by bisection: the bits of logits
-    below 0 grow with their distance from it.
+    Tokens are ordered by falling logit, then by token id. The largest logit must be 0. The limits
+    are f32[..., 1]. A sort takes XLA:CPU fifty times as long, so the last kept logit is found by
+    bisection: the bits of logits below 0 grow with their distance from it.
     """
     ranks = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
 

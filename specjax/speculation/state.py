@@ -72,7 +72,8 @@ class DecodeState:
     keys: one random key per row, [B], or None when decoding greedily.
     draft: the drafter's own state.
     stats: counts so far.
-    sampling, stop_tokens: static.
+    sampling: how each row draws, in arrays [B]; None when decoding greedily.
+    stop_tokens: tokens that end a row. Static.
     vocab_size: entries of the target's vocabulary, which all levels use. Static.
     lag: tokens before the last that the cache may lack. Static.
     depth: levels above this one; 0 for the target's own state. Static.
@@ -88,7 +89,7 @@ class DecodeState:
     keys: jax.Array | None
     draft: Any
     stats: Stats
-    sampling: Sampling | None = jax.tree.static()
+    sampling: Sampling | None
     stop_tokens: tuple[int, ...] = jax.tree.static()
     vocab_size: int = jax.tree.static()
     lag: int = jax.tree.static(default=0)
