@@ -96,7 +96,7 @@ def decode(
       max_new_tokens: the most tokens to generate per row, at least 1.
       prompt_lengths: int32[B], tokens per prompt; None: all T.
       drafter: proposes tokens; default QSpec().
-      sampling: draws tokens; None: the greedy choice.
+      sampling: draws tokens, each field one number or one per row; None: the greedy choice.
       key: a random key, or one per row ([B]); goes with `sampling`.
       stop_tokens: tokens that end a row (kept in the output); None: the model's own; () for none.
       cache_capacity: KV slots per row; None: as many as needed.

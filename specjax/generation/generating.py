@@ -119,7 +119,7 @@ def generate(
       max_new_tokens: the most tokens to generate per output, at least 1.
       samples: outputs per prompt, at least 1, drawn by `sampling`; None: one, not in a list.
       drafter: proposes tokens; default QSpec().
-      sampling: draws tokens; None: the greedy choice.
+      sampling: draws tokens, each field one number or one per prompt; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt; goes with
         `sampling`. With `samples`, sample j of a prompt gets fold_in(the prompt's key, j). So a
         prompt's samples do not depend on the other prompts, nor on how many samples there are.

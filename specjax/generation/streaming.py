@@ -117,7 +117,7 @@ def stream_many(
       rows: prompts decoded at a time; under a mesh a multiple of its data axis.
       max_new_tokens: the most tokens to generate per prompt.
       drafter: proposes tokens; default QSpec().
-      sampling: draws tokens; None: the greedy choice.
+      sampling: draws tokens, each field one number or one per prompt; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt.
       stop_tokens: tokens that end a prompt's output; None: the model's own; () for none.
       cache_bits: bits per cache entry: 16, 8 or 4.
