@@ -22,8 +22,9 @@ import jax
 
 import specjax
 from benchmarks.support.common import parser, table, write
-from specjax.generation.decoding import _decode, checked_rows, start
+from specjax.generation.decoding import _decode, start
 from specjax.generation.request import Request
+from specjax.generation.rows import fitted, prompt_rows
 from specjax.speculation.rounds import step
 
 CAPACITIES = (256, 2048, 16384)
@@ -108,7 +109,7 @@ def _lower_decode(
 ) -> jax.stages.Lowered:
     """The whole program of `specjax.decode`. Its temporaries include the state and its cache."""
     request = Request.make(params, **options)
-    return _decode.lower(params, *checked_rows(params, request, prompt))
+    return _decode.lower(params, *fitted(params, request, prompt_rows(params, request, prompt)))
 
 
 def _print_slowdown(rows: list[dict[str, Any]]) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 
 from specjax.checks import check_integer, shown
 from specjax.generation.batch_rows import (
-    CHUNK,
     Job,
     PromptReading,
     Waiting,
@@ -30,6 +29,7 @@ from specjax.generation.batch_rows import (
 from specjax.generation.decoding import failure
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
+from specjax.generation.rows import widened
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
 from specjax.speculation.logprobs import Logprobs
@@ -144,16 +144,17 @@ def open_batch(
     check_rows(params.mesh, rows)
     listed = _listed(prompts)
     accepted, refused = _check_prompts(params, request, listed)
+    new = request.max_new_tokens
     keys = row_keys(request.sampling, key, len(listed))
     sampling = jax.tree.map(np.asarray, row_sampling(request.sampling, len(listed)))
     if not accepted:
         return None, refused
     width = max(len(tokens) for tokens in accepted.values())
     rows = min(rows, whole_rows(params.mesh, len(accepted)))
-    request = dataclasses.replace(_with_capacity(params, request, width, rows), sampling=None)
-    job = Job(params, request, _rounded(width))
+    request, width = widened(params, request, width, rows)
+    job = Job(params, dataclasses.replace(request, sampling=None), width)
     waiting = (
-        Waiting(number, tokens, *_of_prompt((keys, sampling), number))
+        Waiting(number, tokens, len(tokens) + new, *_of_prompt((keys, sampling), number))
         for number, tokens in accepted.items()
     )
     return Batch(job, rows, waiting), refused
@@ -188,21 +189,6 @@ def refusal(error: str) -> Completion:
     """Returns the result of a prompt that cannot be decoded."""
     none = jax.tree.map(lambda counts: np.asarray(counts[0]), Stats.zeros(1))
     return Completion(np.zeros(0, np.int32), none, error=error)
-
-
-def _rounded(width: int) -> int:
-    """The width rounded up, so that prompts of like lengths share their programs."""
-    return -(-width // CHUNK) * CHUNK
-
-
-def _with_capacity(params: Params, request: Request, width: int, rows: int) -> Request:
-    """The request for prompts of up to `width` tokens, with as many cache slots as the longest
-    prompts of the same programs need."""
-    if request.cache_capacity is None:
-        room = params.config.max_position_embeddings - request.max_new_tokens
-        capacity = request.slots(params.config, max(width, min(_rounded(width), room)))
-        request = dataclasses.replace(request, cache_capacity=capacity)
-    return request.for_width(params, width, rows)
 
 
 def _listed(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.settings import own_settings
-from specjax.generation.decoding import Rows, begin, empty_cache
+from specjax.generation.decoding import begin, empty_cache
 from specjax.generation.request import Request
+from specjax.generation.rows import Rows
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row_specs
 from specjax.model.params import Params
@@ -41,11 +42,12 @@ class Job(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A prompt that waits for a row: its number, its tokens, int32[T], its key, [1] or None, and
-    its sampling, in arrays [1], or None."""
+    """A prompt that waits for a row: its number, its tokens, int32[T], the length at which it ends,
+    its key, [1] or None, and its sampling, in arrays [1], or None."""
 
     number: int
     tokens: np.ndarray
+    limit: int
     key: jax.Array | None
     sampling: Sampling | None
 
@@ -53,8 +55,8 @@ class Waiting(NamedTuple):
         """The prompt as a batch of one, its tokens padded to `width`."""
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(self.tokens)] = self.tokens
-        length = jnp.array([len(self.tokens)], jnp.int32)
-        return Rows(jnp.asarray(tokens), length, self.key, self.sampling)
+        length, limit = (jnp.array([each], jnp.int32) for each in (len(self.tokens), self.limit))
+        return Rows(jnp.asarray(tokens), length, limit, self.key, self.sampling)
 
 
 class PromptReading(NamedTuple):

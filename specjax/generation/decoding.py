@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.settings import own_settings
-from specjax.generation.prompts import Prompt, normalize_prompt
-from specjax.generation.request import Options, Request, row_keys, row_sampling
+from specjax.generation.prompts import Prompt
+from specjax.generation.request import Options, Request
+from specjax.generation.rows import Rows, bucketed, fitted, prompt_rows
 from specjax.model.kv_cache import KVCache
-from specjax.model.parallel import ROWS, check_rows, on_mesh, readable
+from specjax.model.parallel import ROWS, on_mesh, readable
 from specjax.model.params import Params
 from specjax.model.transformer import prefill
 from specjax.speculation.drafter import Drafter
@@ -56,16 +57,6 @@ def failure(generated: int) -> str:
         f"the model gave NaN or infinite logits after {generated} new tokens: "
         "its weights or scales are damaged or too large"
     )
-
-
-class Rows(NamedTuple):
-    """The prompts of a batch: tokens int32[B, T], right-padded; lengths int32[B]; keys [B] or
-    None; sampling with arrays [B], or None."""
-
-    tokens: jax.Array
-    lengths: jax.Array
-    keys: jax.Array | None
-    sampling: Sampling | None
 
 
 def decode(
@@ -128,10 +119,9 @@ def decode_request(
     key: jax.Array | None = None,
 ) -> DecodeResult:
     """`decode` with its options already made into a request."""
-    decoded: DecodeResult = _decode(
-        params, *checked_rows(params, request, prompt, prompt_lengths, key)
-    )
-    return decoded
+    rows = prompt_rows(params, request, prompt, prompt_lengths, key)
+    result = _decode(params, *bucketed(params, request, rows))
+    return _cut(result, rows.tokens.shape[1], request.max_new_tokens)
 
 
 def start(
@@ -143,37 +133,20 @@ def start(
     **options: Unpack[Options],
 ) -> DecodeState:
     """Returns the state before the first round, the prompt in the cache. Arguments as in
-    `decode`."""
-    return start_request(params, Request.make(params, **options), prompt, prompt_lengths, key)
-
-
-def start_request(
-    params: Params,
-    request: Request,
-    prompt: Prompt,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
-    key: jax.Array | None = None,
-) -> DecodeState:
-    """`start` with its options already made into a request."""
-    after: DecodeState = _start(params, *checked_rows(params, request, prompt, prompt_lengths, key))
+    `decode`. Buffers are no larger than they must be."""
+    request = Request.make(params, **options)
+    rows = prompt_rows(params, request, prompt, prompt_lengths, key)
+    after: DecodeState = _start(params, *fitted(params, request, rows))
     return after
 
 
-def checked_rows(
-    params: Params,
-    request: Request,
-    prompt: Prompt,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
-    key: jax.Array | None = None,
-) -> tuple[Request, Rows]:
-    """Checks the prompts; returns them in the loop's form, and the request for their width, whose
-    sampling is with the rows."""
-    tokens, lengths = normalize_prompt(prompt, prompt_lengths, params.config)
-    rows, width = tokens.shape
-    check_rows(params.mesh, rows)
-    request = request.for_width(params, width, rows)
-    keys, sampling = row_keys(request.sampling, key, rows), row_sampling(request.sampling, rows)
-    return dataclasses.replace(request, sampling=None), Rows(tokens, lengths, keys, sampling)
+def start_request(
+    params: Params, request: Request, prompt: Prompt, key: jax.Array | None = None
+) -> DecodeState:
+    """`start` with its options already made into a request, and with buffers of a bucket."""
+    rows = prompt_rows(params, request, prompt, None, key)
+    after: DecodeState = _start(params, *bucketed(params, request, rows))
+    return after
 
 
 @jax.jit
@@ -188,6 +161,17 @@ def _decode(params: Params, request: Request, rows: Rows) -> DecodeResult:
 @own_settings()
 def _start(params: Params, request: Request, rows: Rows) -> DecodeState:
     return on_mesh(_start_rows, params.mesh, (params, request), (rows,))
+
+
+def _cut(result: DecodeResult, width: int, new: int) -> DecodeResult:
+    """The result for prompts of `width` tokens and `new` new ones."""
+    if result.tokens.shape[1] == width + new:
+        return result
+    return dataclasses.replace(
+        result,
+        tokens=result.tokens[:, : width + new],
+        logprobs=jax.tree.map(lambda leaf: leaf[:, :new], result.logprobs),
+    )
 
 
 def _decode_rows(params: Params, request: Request, rows: Rows) -> DecodeResult:
@@ -220,7 +204,7 @@ def empty_cache(params: Params, request: Request, rows: int) -> KVCache:
 
 def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
     """Returns the state before the first round. The cache holds every prompt token but the last."""
-    tokens, lengths, keys, sampling = rows
+    tokens, lengths, limits, keys, sampling = rows
     count, width = tokens.shape
     pad_id = params.config.pad_id
     logprobs = None
@@ -234,7 +218,7 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
             constant_values=pad_id,
         ),
         lengths=lengths,
-        limits=lengths + request.max_new_tokens,
+        limits=limits,
         finished=jnp.zeros(count, bool),
         failed=jnp.zeros(count, bool),
         cache=cache.with_lengths(lengths - 1),

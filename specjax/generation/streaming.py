@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from specjax.generation.batch import Batch, Completion, completed, open_batch
 from specjax.generation.decoding import start_request
-from specjax.generation.prompts import Prompt, check_ids
+from specjax.generation.prompts import check_ids
 from specjax.generation.request import Request
 from specjax.model.parallel import readable
 from specjax.model.params import Params
@@ -21,8 +21,6 @@ from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Verified
-
-_BUCKET = 32  # one prompt is padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +85,7 @@ def stream(
         params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
         stop_tokens=stop_tokens, cache_bits=cache_bits, logprobs=logprobs,
     )  # fmt: skip
-    tokens, lengths = _bucketed(params, prompt, request.max_new_tokens)
-    return _stream_one(params, request, start_request(params, request, tokens, lengths, key))
+    return _stream_one(params, request, start_request(params, request, check_ids(prompt), key))
 
 
 def stream_many(
@@ -191,17 +188,3 @@ def _round(
         given=emitted[kept:count].tolist(),
         logprobs=jax.tree.map(lambda leaf: leaf[:count], logprobs),
     )
-
-
-def _bucketed(
-    params: Params, prompt: Sequence[int], max_new_tokens: int
-) -> tuple[Prompt, list[int]]:
-    """Pads a prompt to an integer array [1, W]; few different W, since each one is compiled anew.
-
-    W is the next multiple of _BUCKET, or less if the model's positions end before it.
-    """
-    ids = check_ids(prompt)
-    length = len(ids)
-    room = params.config.max_position_embeddings - max_new_tokens
-    width = max(length, min(-(-length // _BUCKET) * _BUCKET, room))
-    return np.array([ids + [params.config.pad_id] * (width - length)]), [length]
