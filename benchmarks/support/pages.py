@@ -267,6 +267,10 @@ SECTIONS = (
             "SmolLM2 answers real prompts, reading included. *speedup*: geometric mean over "
             "prompts, beside plain decoding of the same target, with its 95 % interval.",
             apart=True),
+    Section("speed.waiting", "smollm2_waiting*", "Waiting for the first token",
+            "Seconds in a new process of SmolLM2: *import* beyond JAX's, *load*, the *first* "
+            "decode of 4 tokens, and decodes with another prompt length, another max_new_tokens "
+            "and another temperature. The second process finds what the first one compiled."),
     Section("speed.beside_llama_cpp", "smollm2_llama_cpp*", "Beside llama.cpp on the same file",
             "*read*: up to the first new token; *generate*: 64 tokens after it; *first*: from the "
             "shell to the first token; *texts*: greedy answers.", _by_part),
