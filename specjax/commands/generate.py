@@ -122,7 +122,7 @@ def _print_one(
     text = TextStream(tokenizer, prompt, options.stop)
     show = (_Trace if options.trace else _Plain)(text)
     seen: list[Round] = []
-    print(options.text, end="", flush=True)
+    print(_asked(options), end="", flush=True)
     for each in rounds:
         if not seen:
             first = time.perf_counter()  # the first round waits for the compiler
@@ -164,7 +164,7 @@ def _print_samples(
         params, tokenizer, prompt, samples=options.samples, stop=options.stop, **settings
     )
     for number, each in enumerate(found, 1):
-        print(f"[{number}] {options.text}{each.text}\n")
+        print(f"[{number}] {_asked(options)}{each.text}\n")
         if each.logprobs is not None:
             _print_logprobs(tokenizer, each.tokens.tolist(), each.logprobs)
             print()
@@ -186,6 +186,12 @@ def _print_logprobs(
         others = ", ".join(f"{shown(int(each))} {value:.2f}" for each, value in top)
         own = logprobs.tokens[place]
         print(f"{token:>7}  {text:<{width}}  {own:>7.2f}  {others}".rstrip())
+
+
+def _asked(options: argparse.Namespace) -> str:
+    """The text as it stands before the output: a question is not part of its answer."""
+    text: str = options.text
+    return f"{text}\n\n" if options.chat else text
 
 
 def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
