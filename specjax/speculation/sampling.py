@@ -51,34 +51,15 @@ class Sampling:
     repetition_penalty: Value | None = None
 
     def __post_init__(self) -> None:
-        hint = "; leave `sampling` out to decode greedily"
-        self._check("temperature", lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6]", hint)
-        for name, accepts, accepted in (
-            ("top_k", lambda x: x >= 1, "at least 1 or None"),
-            ("top_p", lambda x: (x > 0) & (x <= 1), "in (0, 1] or None"),
-            ("min_p", lambda x: (x >= 0) & (x <= 1), "in [0, 1] or None"),
-            ("repetition_penalty", lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6] or None"),
-        ):
-            if getattr(self, name) is not None:
-                self._check(name, accepts, accepted)
-
-    def _check(
-        self, name: str, accepts: Callable[[Any], Any], accepted: str, hint: str = ""
-    ) -> None:
-        """Makes a number a float or an int. Raises ValueError where a field is not a number, or
-        out of its range."""
-        given = getattr(self, name)
-        whole = name == "top_k"
-        if getattr(given, "ndim", 0) or isinstance(given, jax.core.Tracer):
-            _check_array(name, given, whole)
-            found = given
-        else:
-            found = check_integer(name, given) if whole else check_number(name, given)
-        if isinstance(found, jax.core.Tracer):
-            return
-        if not np.all(accepts(np.asarray(found))):
-            raise ValueError(f"{name} must be {accepted}, got {found}{hint}")
-        object.__setattr__(self, name, found)
+        for name, (accepts, accepted) in _RANGES.items():
+            given = getattr(self, name)
+            if given is None and name != "temperature":
+                continue
+            value = _numbers(name, given)
+            if not isinstance(value, jax.core.Tracer) and not np.all(accepts(np.asarray(value))):
+                hint = "; leave `sampling` out to decode greedily" if name == "temperature" else ""
+                raise ValueError(f"{name} must be {accepted}, got {value}{hint}")
+            object.__setattr__(self, name, value)
 
     def per_row(self, rows: int) -> Sampling:
         """The same with arrays [B] as fields. Raises ValueError if one has another shape."""
@@ -101,17 +82,23 @@ class Sampling:
         return fields
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+_RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+    "temperature": (lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6]"),
+    "top_k": (lambda x: x >= 1, "at least 1 or None"),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "in (0, 1] or None"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "in [0, 1] or None"),
+    "repetition_penalty": (lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6] or None"),
+}
 
 
 def _children(sampling: Sampling) -> tuple[tuple[Any, Any], ...]:
-    return tuple((jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _FIELDS)
+    return tuple((jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _RANGES)
 
 
 def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
     """Checks nothing: JAX puts placeholders into a tree, and values that a check would wait for."""
     sampling = object.__new__(Sampling)
-    for name, leaf in zip(_FIELDS, leaves, strict=True):
+    for name, leaf in zip(_RANGES, leaves, strict=True):
         object.__setattr__(sampling, name, leaf)
     return sampling
 
@@ -121,14 +108,19 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _check_array(name: str, given: Any, whole: bool) -> None:
-    """Raises ValueError unless an array can be a field."""
+def _numbers(name: str, given: Any) -> Any:
+    """Returns a field as a Python number, or as the array that it is. Raises ValueError unless it
+    is numbers."""
+    whole = name == "top_k"
+    if not getattr(given, "ndim", 0) and not isinstance(given, jax.core.Tracer):
+        return check_integer(name, given) if whole else check_number(name, given)
     kinds = (np.integer,) if whole else (np.integer, np.floating)
     if not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
         kind = "integers" if whole else "numbers"
         raise ValueError(f"{name} must be an array of {kind}, got {given.dtype}")
     if given.ndim > 1:
         raise ValueError(f"{name} must be a number or an array [B], got shape {given.shape}")
+    return given
 
 
 def greedy(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
