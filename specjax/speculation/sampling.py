@@ -62,7 +62,10 @@ class Sampling:
             object.__setattr__(self, name, value)
 
     def per_row(self, rows: int) -> Sampling:
-        """The same with arrays [B] as fields. Raises ValueError if one has another shape."""
+        """The same with arrays [B] as fields, without numbers that change nothing.
+
+        Raises ValueError if a field has another shape.
+        """
 
         def spread(path: Any, value: Any) -> jax.Array:
             (field,) = path
@@ -78,10 +81,15 @@ class Sampling:
                     value = np.minimum(value, np.iinfo(dtype).max)
             return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 
-        fields: Sampling = jax.tree_util.tree_map_with_path(spread, self)
+        given = ((name, getattr(self, name), idle) for name, idle in _IDLE.items())
+        left_out = {name: None for name, x, idle in given if isinstance(x, float) and x == idle}
+        fields: Sampling = jax.tree_util.tree_map_with_path(
+            spread, dataclasses.replace(self, **left_out)
+        )
         return fields
 
 
+_IDLE = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "temperature": (lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6]"),
     "top_k": (lambda x: x >= 1, "at least 1 or None"),

@@ -85,6 +85,12 @@ def test_texts_draw_by_their_own_numbers() -> None:
         np.testing.assert_array_equal(text.tokens, ids.tokens[len(prompt) :])
 
 
+def test_numbers_that_change_nothing_cost_nothing() -> None:
+    idle = specjax.Sampling(top_p=1.0, min_p=0, repetition_penalty=np.float32(1))
+    assert len(jax.tree.leaves(idle.per_row(2))) == 1
+    assert len(jax.tree.leaves(specjax.Sampling(top_p=np.ones(2)).per_row(2))) == 2
+
+
 def test_one_number_per_row_or_one(wrong_types: None) -> None:
     sampling = specjax.Sampling(top_p=np.array([0.5, 0.6]))
     with pytest.raises(ValueError, match=r"top_p must be one number or one per row, shape \(3,\)"):
