@@ -82,7 +82,9 @@ class Sampling:
             return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 
         given = ((name, getattr(self, name), idle) for name, idle in _IDLE.items())
-        left_out = {name: None for name, x, idle in given if isinstance(x, float) and x == idle}
+        left_out: dict[str, Any] = {
+            name: None for name, x, idle in given if isinstance(x, float) and x == idle
+        }
         fields: Sampling = jax.tree_util.tree_map_with_path(
             spread, dataclasses.replace(self, **left_out)
         )

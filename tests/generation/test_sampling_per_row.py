@@ -86,7 +86,7 @@ def test_texts_draw_by_their_own_numbers() -> None:
 
 
 def test_numbers_that_change_nothing_cost_nothing() -> None:
-    idle = specjax.Sampling(top_p=1.0, min_p=0, repetition_penalty=np.float32(1))
+    idle = specjax.Sampling(top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     assert len(jax.tree.leaves(idle.per_row(2))) == 1
     assert len(jax.tree.leaves(specjax.Sampling(top_p=np.ones(2)).per_row(2))) == 2
 
