@@ -101,13 +101,12 @@ def _replace(weight: Any, change: Callable[[Weight], Weight], **fields: Any) -> 
 def _interleave(values: jax.Array, per_word: int) -> jax.Array:
     n, c = values.shape
     padding = ((0, -n % TILE), (0, 0))
-    padded: Any
-    if isinstance(values, jax.core.Tracer):
-        padded = jnp.pad(values, padding)
-    else:
-        padded = np.pad(np.asarray(values), padding)  # compiles nothing
+    traced = isinstance(values, jax.core.Tracer)  # NumPy compiles nothing, so it does the others
+    padded: Any = jnp.pad(values, padding) if traced else np.pad(np.asarray(values), padding)
     words = padded.reshape(-1, TILE, c // per_word, per_word)
-    return jnp.asarray(words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word))
+    tiles = words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word)
+    interleaved: jax.Array = tiles if traced else jax.device_put(tiles)
+    return interleaved
 
 
 def _by_rows(values: jax.Array, per_word: int) -> jax.Array:

@@ -55,24 +55,23 @@ def _fifth_bits(blocks: Blocks, start: int) -> np.ndarray:
     return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
 
 
-def _rows(values: np.ndarray) -> np.ndarray:
-    """[N, blocks, …] -> [N, everything else]."""
-    return values.reshape(len(values), -1)
+def _rows(values: np.ndarray) -> jax.Array:
+    """[N, blocks, …] -> [N, everything else]. (`jnp.asarray` would compile a program per shape.)"""
+    rows: jax.Array = jax.device_put(values.reshape(len(values), -1))
+    return rows
 
 
 def _int4(q: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> Quantized:
     """q: uint8[N, …] in 0 … 15, of which 8 stands for zero where there are no minima."""
-    lowest = None if minima is None else jnp.asarray(_rows(minima))
-    integers = jnp.asarray(_rows(q).astype(np.int8) - np.int8(8))
-    return int4_from_integers(integers, jnp.asarray(_rows(scales)), GROUP, minima=lowest)
+    lowest = None if minima is None else _rows(minima)
+    integers = _rows(q.astype(np.int8) - np.int8(8))
+    return int4_from_integers(integers, _rows(scales), GROUP, minima=lowest)
 
 
 def _int8(q: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> Quantized:
     """q: int8[N, …]; where there are minima, -128 stands for them."""
-    lowest = None if minima is None else jnp.asarray(_rows(minima))
-    return int8_from_integers(
-        jnp.asarray(_rows(q)), jnp.asarray(_rows(scales)), GROUP, minima=lowest
-    )
+    lowest = None if minima is None else _rows(minima)
+    return int8_from_integers(_rows(q), _rows(scales), GROUP, minima=lowest)
 
 
 def _q4_0(blocks: Blocks) -> Quantized:
@@ -126,7 +125,7 @@ def _k_scales(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
 
 def _mxfp4(blocks: Blocks) -> Quantized:
     codes = _nibbles(blocks[..., 1:])
-    return mxfp4_from_codes(jnp.asarray(_rows(codes)), jnp.asarray(_rows(blocks[..., :1])))
+    return mxfp4_from_codes(_rows(codes), _rows(blocks[..., :1]))
 
 
 EXACT: dict[str, Callable[[Blocks], Quantized]] = {
