@@ -20,11 +20,10 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints_tools.gguf.tokenizer import read_gguf_tokenizer
@@ -46,6 +45,9 @@ from specjax.model.parallel import check_model, weight_spec
 from specjax.model.params import Params, check_is_params
 from specjax.model.room import check_weights
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp  # which takes half a second to import, so it is when it is used
 
 FORMAT_VERSION = 1
 VERSION_FIELD = "specjax_format"
@@ -90,6 +92,8 @@ def save(
       ValueError: `path` exists and is not a checkpoint, or other processes hold parts of params.
       OSError: `path` cannot be written; it is as it was before.
     """
+    import orbax.checkpoint as ocp
+
     check_is_params(params)
     target = Path(path)
     check_target(target)
@@ -204,6 +208,8 @@ def read_description(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _checkpointer() -> ocp.Checkpointer:
+    import orbax.checkpoint as ocp
+
     return ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
 
@@ -292,6 +298,8 @@ def _describe_arrays(path: Path, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeS
 
 
 def _restore_arrays(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    import orbax.checkpoint as ocp
+
     with _checkpointer() as checkpointer:
         restored: dict[str, jax.Array] = checkpointer.restore(
             path, args=ocp.args.StandardRestore(wanted)
