@@ -1,4 +1,4 @@
-"""Which GPU a program is traced for."""
+"""Checks which GPU a program is traced for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def is_hopper() -> bool:
-    """Whether what is traced now is for GPUs of compute capability 9.0.
+    """Whether the current trace targets a GPU of compute capability 9.0.
 
-    The target is the abstract mesh's device where one is in use (ahead-of-time compilation), else
-    the process's first GPU; False where there is neither.
+    The target is the device of the abstract mesh in use (ahead-of-time compilation), else the
+    process's first GPU. Returns False without either.
     """
     target = jax.sharding.get_abstract_mesh().abstract_device
     if target is not None:

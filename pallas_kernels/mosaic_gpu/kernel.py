@@ -1,16 +1,16 @@
-"""The kernel: Hopper's `wgmma` on a packed weight that comes through the TMA.
+"""The kernel: Hopper's `wgmma` on a packed weight that the TMA copies to shared memory.
 
-The weight is the left operand, unpacked in registers, so that the few rows of x are the narrow side
-of the product. One warpgroup copies, the others compute 64 outputs each. Blocks of the grid are as
-many as a machine has multiprocessors; each walks over its items of work, and the copying runs ahead
-from one item into the next, so the memory never waits for a product to end.
+The weight is the left operand and is unpacked in registers, so the few rows of x are the narrow
+side of the product. One warpgroup copies; each of the others computes 64 outputs. The grid is
+persistent: one block per multiprocessor walks over its work items. Copies run ahead into the next
+item, so memory does not wait for products.
 
-A weight's inputs fall into segments of `per_segment` blocks of 256. The kernel computes
+The inputs of a weight are split into segments of `per_segment` blocks of 256. The kernel computes
 
     y[m, n] = Σ_segment ( Σ_group scale[m, n, group] · product[m, n, group] )
 
-both sums from the left. Whether an item is one segment (and the segments' sums are added
-afterwards) or all of them is a matter of schedule: the additions are the same.
+with both sums from left to right. A work item is either one segment, whose sums are added
+afterwards, or all of them. The additions are the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pallas_kernels.mosaic_gpu import registers, words
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, ROWS, Plan
 from pallas_kernels.mosaic_gpu.registers import ACCUMULATOR, PACKED
 
-COPY_REGISTERS = 40  # the copying warpgroup leaves its registers to the two others
+COPY_REGISTERS = 40  # the copying warpgroup gives its registers to the two others
 COMPUTE_REGISTERS = 232
-# The accumulator with one value per register, as stores to another order of dimensions need it.
+# The accumulator with one value per register, which transposed stores need.
 _SINGLE = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
     warp_dims=(-8,),
@@ -43,22 +43,26 @@ _SINGLE = plgpu.Layout.TILED(
 )
 _PER_OUTPUT = ACCUMULATOR.reduce(1)  # one value per row of the accumulator
 _PER_ROW = ACCUMULATOR.reduce(0)  # one per row of x
-_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # needed by jax 0.10, gone in 0.12
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # required in jax 0.10, not in 0.12
 _LOAD_NEEDS_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
-# A block's scales and zeros of the weight, f32[64] each; the lists may be empty.
+# The weight's scales and zeros in a block, f32[64] each. The lists may be empty.
 OfOutputs = tuple[list[jax.Array], list[jax.Array]]
 
 
 def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
-    """Runs the kernel on `plan.operands`.
+    """Runs the kernel.
 
-    x: int8 or bf16[M, K], packed: uint8[N, K / 2], scales: [N, blocks · groups], zeros: int8[N,
-    blocks · groups or 1], x_groups: f32[blocks, x_rows, M]: the groups' scales of x, then where
-    the weight has zeros the groups' sums of x.
+    Args:
+      plan: how the kernel runs.
+      *operands: the arrays that `plan.operands` names, in its order. x: int8 or bf16[M, K]; packed:
+        uint8[N, K / 2]; scales: [N, blocks · groups]; zeros: int8[N, blocks · groups or 1];
+        x_groups: f32[blocks, x_rows, M], the scales of x by group, then its sums by group if the
+        weight has zeros.
+      interpret: Pallas's parameters for interpret mode, or None.
 
     Returns:
-      The sums of the parts: f32 or int32[parts, M, N].
+      The sum of each part: f32 or int32[parts, M, N].
     """
     sums: jax.Array = plgpu.kernel(
         partial(_body, plan),
@@ -76,7 +80,7 @@ def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
 
 
 def _scratch(plan: Plan) -> dict[str, Any]:
-    """Shared memory: a ring of blocks, and for each a barrier when it is full and when empty."""
+    """Shared memory: a ring buffer of blocks, with a full and an empty barrier per slot."""
     arrivals = 2 + ("x_groups" in plan.operands)
     scratch = {
         "packed_ring": _swizzled((plan.stages, plan.n_tile, PLANE), jnp.uint8, PLANE),
@@ -94,13 +98,13 @@ def _scratch(plan: Plan) -> dict[str, Any]:
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    """Shared memory as `wgmma` reads it: tiles of 8 rows of `swizzle` bytes."""
+    """Shared memory in the layout that `wgmma` reads: tiles of 8 rows of `swizzle` bytes."""
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
-    """One block of the grid: its last warpgroup copies, the others compute."""
+    """One block of the grid. Its last warpgroup copies; the others compute."""
     memory = SimpleNamespace(**dict(zip((*plan.operands, "out"), refs, strict=True)), **scratch)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -125,15 +129,17 @@ def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
 def _walk(plan: Plan, visit: Callable[..., None]) -> jax.Array:
     """Calls visit(row, column, part, segment, done) for this block's share of the work, in order.
 
-    row, column: numbers of the tile; done: blocks of inputs that were visited before. Returns how
-    many were visited in all.
+    Row and column index the tile. `done` is the number of input blocks visited before the call.
+
+    Returns:
+      The number of input blocks visited in total.
     """
     rows, columns = plan.m // plan.m_tile, plan.n // plan.n_tile
     grid, per_part = min(plan.items, MULTIPROCESSORS), plan.segments // plan.parts
     block = lax.axis_index("block")
 
     def item(i: jax.Array, done: jax.Array) -> jax.Array:
-        # Neighbours in time share a tile of the weight, which then comes from the cache.
+        # Consecutive items share a tile of the weight, so later ones read it from the cache.
         tile, row = _divide(block + i * grid, rows)
         part, column = _divide(tile, columns)
 
@@ -154,7 +160,7 @@ def _divide(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _steps(plan: Plan, segment: jax.Array) -> jax.Array:
-    """Blocks of inputs of a segment; the last one may be short."""
+    """The number of input blocks in a segment. The last segment may be shorter."""
     return jnp.minimum(plan.per_segment, plan.blocks - segment * plan.per_segment)
 
 
@@ -167,7 +173,7 @@ def _copy_segment(
     segment: jax.Array,
     done: jax.Array,
 ) -> None:
-    """Fills the ring with a segment's blocks, each as soon as its slot is free."""
+    """Copies a segment's blocks to the ring buffer, each as soon as its slot is free."""
     del part
     rows = pl.ds(row * plan.m_tile, plan.m_tile)
     outputs = pl.ds(column * plan.n_tile, plan.n_tile)
@@ -202,7 +208,7 @@ def _compute_segment(
     segment: jax.Array,
     done: jax.Array,
 ) -> None:
-    """Adds up a segment and writes the sum, or adds it to the sum of the segments before."""
+    """Computes a segment's sum and writes it, or adds it to the sum of earlier segments."""
     first, steps = segment * plan.per_segment, _steps(plan, segment)
     outputs = pl.ds(column * plan.n_tile + warpgroup * ROWS, ROWS)
 
@@ -237,7 +243,7 @@ def _compute_segment(
 def _of_outputs(
     plan: Plan, memory: SimpleNamespace, outputs: slice | pl.Slice, block: jax.Array
 ) -> OfOutputs:
-    """A block's scales and zeros of the weight, f32[64] each; lists may be empty."""
+    """Loads the weight's scales and zeros of a block: f32[64] each. The lists may be empty."""
 
     def column(ref: jax.Ref, group: int) -> jax.Array:
         at = block * plan.groups + group if ref.shape[1] > 1 else 0
@@ -255,7 +261,7 @@ def _of_outputs(
 
 
 def _exponents(code: jax.Array) -> jax.Array:
-    """Half of 2^(code - 127), exactly: uint8[N] -> f32[N]. See `formats.group_scales`."""
+    """Computes 2^(code - 128) exactly: uint8[N] -> f32[N]. See `formats.group_scales`."""
     code = code.astype(jnp.int32)
     bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
     return lax.bitcast_convert_type(bits, jnp.float32) * 0.5
@@ -269,12 +275,12 @@ def _add_block(
     of_outputs: OfOutputs,
     total: jax.Array,
 ) -> jax.Array:
-    """Adds the products of a block of 256 inputs to a segment's sum, group after group."""
+    """Adds a block's products (256 inputs) to a segment's sum, group by group."""
     packed = _load(memory.packed_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)], PACKED)
     per_plane = PLANE // plan.group
 
     def issue(product: Any, group: int, left: jax.Array) -> None:
-        if plan.interpreted:  # interpret mode has no product from registers
+        if plan.interpreted:  # interpret mode does not support an operand in registers
             memory.operand[warpgroup] = left
             left = memory.operand.at[warpgroup]
         inputs = pl.ds(group * plan.group // plan.width * plan.width, plan.width)
@@ -283,7 +289,7 @@ def _add_block(
     for first in range(0, plan.groups, plan.in_flight):
 
         def add(*products: Any, first: int = first, total: jax.Array = total) -> jax.Array:
-            # The second plane is unpacked while the first is multiplied.
+            # The second plane is unpacked while the tensor cores multiply the first.
             for i, product in enumerate(products):
                 if i % per_plane == 0:
                     lefts = _operands(plan, packed, (first + i) // per_plane, of_outputs)
@@ -299,7 +305,7 @@ def _add_block(
 
 
 def _operands(plan: Plan, packed: jax.Array, plane: int, of_outputs: OfOutputs) -> list[jax.Array]:
-    """The left operands of a plane's groups: int8 or bf16[64, width] each."""
+    """The left operand of each group in a plane: int8 or bf16[64, width]."""
     unpack = words.unpack if plan.interpreted else registers.unpack
     operands = unpack(packed, plan.decoder, plane, plan.group, plan.width)
     _, zeros = of_outputs
@@ -320,7 +326,7 @@ def _add_product(
     product: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    """total + scale · product, where product: f32 or int32[64, M]."""
+    """Computes total + scale · product. product: f32 or int32[64, M]."""
     product = plgpu.layout_cast(product, ACCUMULATOR)
     if not plan.scaled:
         return total + product
@@ -341,13 +347,13 @@ def _plain_multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
 
 def _spread(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """A vector along one axis of a matrix in the accumulator's layout."""
+    """Broadcasts a vector along `axis` to a matrix in the accumulator's layout."""
     spread: jax.Array = plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), ACCUMULATOR)
     return spread
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:
-    """The values of a reference in a layout. jax 0.10 wants an index, 0.11 warns of one."""
+    """Loads a reference in a layout. jax 0.10 requires an index; 0.11 warns about one."""
     index = ((),) if _LOAD_NEEDS_INDEX else ()
     values: jax.Array = plgpu.load(ref, *index, layout=layout, optimized=False)
     return values

@@ -1,4 +1,4 @@
-"""Everything about a call of the kernel that is known before it runs."""
+"""The parameters of a kernel call that are known at trace time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from pallas_kernels.formats import BLOCK, PLANE
 from pallas_kernels.mosaic_gpu.words import Decoder
 
-MULTIPROCESSORS = 132  # of an H100 or H200
-ROWS = 64  # outputs of one warpgroup: the rows of a wgmma
-SHARED_BYTES = 200 * 1024  # of the 227 KiB that a block of the grid may have
+MULTIPROCESSORS = 132  # on an H100 or H200
+ROWS = 64  # outputs per warpgroup, the rows of a wgmma
+SHARED_BYTES = 200 * 1024  # a block of the grid may use up to 227 KiB
 MAX_STAGES = 6
 
 
@@ -19,14 +19,16 @@ MAX_STAGES = 6
 class Plan:
     """How the kernel runs.
 
-    m, n: rows of x and outputs, whole tiles; m_tile, n_tile: of one item of work.
-    blocks: of 256 inputs; per_segment: blocks per segment, at most.
-    parts: items into which the inputs of a tile are split: 1 or one per segment.
+    m, n: rows of x and outputs, padded to whole tiles.
+    m_tile, n_tile: rows and outputs of one work item.
+    blocks: the number of blocks of 256 inputs.
+    per_segment: blocks per segment. The last segment may have fewer.
+    parts: work items per output tile: 1, or one per segment.
     group: inputs per product.
-    decoder: how words become operands.
-    operands: the names of the kernel's arguments, see `call`.
+    decoder: converts packed words to operands.
+    operands: names of the kernel's arguments (`kernel.call`).
     exponents: whether scales are E8M0.
-    interpreted: whether the kernel is for interpret mode.
+    interpreted: whether the kernel runs in interpret mode.
     """
 
     m: int
@@ -44,17 +46,17 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that compute."""
+        """The number of warpgroups that compute."""
         return self.n_tile // ROWS
 
     @property
     def segments(self) -> int:
-        """The number of sums into which the inputs fall, for every M."""
+        """The number of partial sums over the inputs. It does not depend on M."""
         return -(-self.blocks // self.per_segment)
 
     @property
     def items(self) -> int:
-        """Units of work: a tile of y and a part of the inputs."""
+        """The number of work items. Each is a tile of y and a part of the inputs."""
         return (self.m // self.m_tile) * (self.n // self.n_tile) * self.parts
 
     @property
@@ -64,22 +66,22 @@ class Plan:
 
     @property
     def in_flight(self) -> int:
-        """Products at once, of whole planes, as far as a thread's registers go."""
+        """Products in flight: whole planes, as many as a thread's registers allow."""
         return max(2, PLANE // self.group) if self.m_tile <= 64 else PLANE // self.group
 
     @property
     def scaled(self) -> bool:
-        """Whether products have scales. Otherwise they are only added."""
+        """Whether the kernel scales products. Otherwise it only adds them."""
         return "scales" in self.operands
 
     @property
     def zeros(self) -> bool:
-        """Whether the kernel knows of zeros."""
+        """Whether the kernel reads zeros."""
         return "zeros" in self.operands
 
     @property
     def integer(self) -> bool:
-        """Whether the products are of integers."""
+        """Whether the kernel multiplies integers."""
         return self.decoder.dtype == np.int8
 
     @property
@@ -89,33 +91,35 @@ class Plan:
 
     @property
     def sum_dtype(self) -> np.dtype:
-        """The dtype of a segment's sum: without scales, what the products are."""
+        """The dtype of a segment's sum. Without scales it is that of the products."""
         return np.dtype(np.float32) if self.scaled else self.product_dtype
 
     @property
     def width(self) -> int:
-        """Inputs of an operand; more than a group's where no instruction is so narrow."""
+        """Inputs per operand. It exceeds `group` where the instruction needs a wider operand."""
         return max(self.group, 64) if self.integer else self.group
 
     @property
     def swizzle(self) -> int:
-        """Bytes of x in a swizzled row."""
+        """Bytes in a swizzled row of x."""
         return min(self.width * self.decoder.dtype.itemsize, 128)
 
     @property
     def x_rows(self) -> int:
-        """Rows of a block's x_groups: scales, sums where there are zeros, and as many unused as
-        make a copy of whole 128 bytes."""
+        """Rows per block in x_groups: scales, then sums if the weight has zeros.
+
+        Padding makes the size of a copy a multiple of 128 bytes.
+        """
         return -(-self.groups * (1 + self.zeros) * self.m_tile // 32) * 32 // self.m_tile
 
     @property
     def stages(self) -> int:
-        """Blocks in flight."""
+        """The number of blocks in flight."""
         return min(MAX_STAGES, SHARED_BYTES // self.stage_bytes)
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a block in flight."""
+        """Bytes of shared memory per block in flight."""
         x = self.m_tile * BLOCK * self.decoder.dtype.itemsize
         x_groups = 4 * self.x_rows * self.m_tile if "x_groups" in self.operands else 0
         return self.n_tile * PLANE + x + x_groups

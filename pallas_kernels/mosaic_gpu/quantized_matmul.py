@@ -1,26 +1,25 @@
 """W4A16, W4A8 and W4A4 for Hopper GPUs, by Pallas Mosaic GPU.
 
-The meaning is that of `pallas_kernels.reference`, with two differences of rounding: "a16" rounds a
-float32 x to bfloat16 for the tensor cores, and the scale multiplies a group's sum, not every
-weight. Scaling the sum keeps every product exact (a weight's integer times a bfloat16 has 12 bits),
-lets all precisions share one kernel, and costs one operation per output and group, against two or
-three per weight for unpacking. Hopper multiplies no 4-bit integers: "a4" is "a8" on a coarser grid.
+`pallas_kernels.reference` defines the result. Rounding differs in two places: "a16" rounds a
+float32 x to bfloat16 for the tensor cores, and scales multiply group sums instead of weights.
+Group sums keep every product exact, because a weight's integer times a bfloat16 has 12 bits. They
+also let all precisions share one kernel, at one operation per output and group. Hopper has no 4-bit
+integer products, so "a4" is "a8" on a coarser grid.
 
 **Batch invariance.** A row's bits do not depend on M:
 
-- The inputs fall into segments (`_segment`), a segment into groups, by the weight's shape alone.
-- A group's product is a fixed sequence of `wgmma` with 16 (bf16) or 32 (int8) inputs each, k
-  ascending. M chooses the instruction's N, so how many independent columns ride along, not the
-  order in which one column is summed. (Integers are exact in any order.)
-- Group sums are added by explicit fused multiply-adds, so no compiler decides between one rounding
-  and two; segments' sums by plain additions, from the left, inside the kernel or after it.
+- The shape of the weight alone decides its segments (`_segment`) and their groups.
+- A group's product is a fixed sequence of `wgmma` instructions over 16 (bf16) or 32 (int8) inputs,
+  k ascending. M sets only the instruction's N, the number of independent columns. Integer sums are
+  exact in any order.
+- Explicit fused multiply-adds add the group sums, so compilers cannot change the rounding. Plain
+  additions add the segments' sums from left to right, inside the kernel or after it.
 
-That an instruction's N does not change a column's rounding is what the tensor cores are expected to
-do, not what their manual promises. No Hopper GPU was at hand to see it.
+The tensor cores are expected to round a column alike for every N, but NVIDIA's manual does not
+promise it. This has not been verified on a Hopper GPU.
 
-Left out: tiles chosen by measurement, a prepacked layout, multicast of x within a cluster,
-`Int8Weight` (not a matter of unpacking: the Triton kernel serves it), outliers
-(`pallas_kernels.matmul` adds them).
+Not implemented: tuned tiles, a prepacked layout, multicast of x within a cluster, and `Int8Weight`
+(the Triton kernel serves it). `pallas_kernels.matmul` adds outliers.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
 from pallas_kernels.operands import check, group_parts, multiplicands
 
-ROW_TILES = (8, 16, 32, 64, 128)  # rows of x in one item of work, the narrowest that holds all
-COLUMN_TILES = (128, 64)  # outputs, the widest that divides N
-MIN_SEGMENT = 4  # blocks: shorter sums would cost more to write than to compute
+ROW_TILES = (8, 16, 32, 64, 128)  # rows of x per work item; the smallest that fits is taken
+COLUMN_TILES = (128, 64)  # outputs per work item; the largest that divides N is taken
+MIN_SEGMENT = 4  # blocks; shorter sums would take longer to write than to compute
 _DECODERS = {
     (Int4Weight, False): words.INT4_BF16,
     (Int4Weight, True): words.INT4_INT8,
@@ -51,7 +50,7 @@ _DECODERS = {
 
 
 def supports(weight: Any) -> bool:
-    """Whether `matmul` takes this weight: 4 bits, no minima, a multiple of 64 outputs."""
+    """Whether `matmul` serves this weight: 4 bits, no minima, a multiple of 64 outputs."""
     if not isinstance(weight, Int4Weight | Mxfp4Weight) or "minima" in group_parts(weight):
         return False
     return weight.shape[0] % COLUMN_TILES[-1] == 0
@@ -60,14 +59,19 @@ def supports(weight: Any) -> bool:
 def matmul(
     x: jax.Array, weight: Quantized, activation: Activation = "a16", *, interpret: bool = False
 ) -> jax.Array:
-    """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N].
+    """Computes x · weightᵀ.
 
     Args:
+      x: bf16 or f32[M, K].
+      weight: [N, K].
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
-      interpret: runs the kernel on the CPU, its memory, threads and barriers simulated (jax 0.11).
+      interpret: simulates the kernel on the CPU, with its memory, threads and barriers (jax 0.11).
+
+    Returns:
+      f32[M, N].
 
     Raises:
-      ValueError: a weight, shape or dtype that the kernel does not serve.
+      ValueError: the kernel does not serve the weight, a shape or a dtype.
     """
     check(x, weight, activation)
     if not isinstance(weight, Int4Weight | Mxfp4Weight) or not supports(weight):
@@ -96,7 +100,7 @@ def matmul(
 def make_plan(
     m: int, weight: Int4Weight | Mxfp4Weight, activation: Activation, interpret: bool = False
 ) -> Plan:
-    """How a call of M rows runs. Only tiles of M and `parts` depend on M."""
+    """Plans a call with M rows. Only the tiles of M and `parts` depend on M."""
     n, blocks = weight.shape[0], weight.packed.shape[1] // PLANE
     integer, grouped = activation != "a16", weight.group_size is not None
     zeros = isinstance(weight, Int4Weight) and weight.zeros is not None
@@ -109,7 +113,7 @@ def make_plan(
         "x_groups": grouped and integer,
     }
     group = weight.group_size or PLANE
-    # More rows need a thread's registers for sums; the scales of narrow groups need them too.
+    # A thread's registers hold the sums of all rows, and the scales of narrow groups.
     widest = min(group, 64 if zeros else 128)
     m_tile = next(tile for tile in ROW_TILES if tile >= min(m, widest))
     n_tile = next(tile for tile in COLUMN_TILES if n % tile == 0)
@@ -133,7 +137,7 @@ def make_plan(
 
 
 def _segment(columns: int, blocks: int) -> int:
-    """Blocks per segment, by the weight's shape: enough segments to occupy a GPU with few rows."""
+    """Blocks per segment, by the weight's shape. A few rows still occupy the whole GPU."""
     segments = max(1, min(-(-2 * MULTIPROCESSORS // columns), blocks // MIN_SEGMENT))
     return -(-blocks // segments)
 
@@ -153,7 +157,7 @@ def _x_groups(plan: Plan, values: jax.Array, x_scales: jax.Array) -> jax.Array:
 def _finish(
     plan: Plan, total: jax.Array, weight: Quantized, values: jax.Array, x_scales: jax.Array
 ) -> jax.Array:
-    """The one scale of a weight without groups. total: f32 or int32[M, N] -> f32[M, N]."""
+    """Applies the scale of a weight without groups. total: f32 or int32[M, N] -> f32[M, N]."""
     if plan.scaled:
         return total
     if plan.integer:
@@ -164,13 +168,13 @@ def _finish(
         total = total.astype(jnp.float32)
     scales = weight.scales[:, 0].astype(jnp.float32)
     y = total * (x_scales * scales if plan.integer else scales)
-    # Keeps the compiler from fusing this product with an addition in one program only.
+    # The barrier keeps XLA from fusing this product with an addition in some programs only.
     kept: jax.Array = lax.optimization_barrier(y)
     return kept
 
 
 def _parameters(interpret: bool) -> Any:
-    """Pallas's parameter for interpret mode."""
+    """Pallas's parameters for interpret mode; None without it."""
     if not interpret:
         return None
     if not hasattr(plgpu, "InterpretGPUParams"):

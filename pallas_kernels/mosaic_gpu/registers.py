@@ -1,7 +1,7 @@
-"""The few operations on registers that Pallas does not offer.
+"""Operations on registers that Pallas does not offer.
 
-Everything here works on Mosaic GPU's `FragmentedArray`: a matrix spread over the 128 threads of a
-warpgroup, whose `registers` are an array of small vectors, one per thread.
+They work on Mosaic GPU's `FragmentedArray`, a matrix spread over the 128 threads of a warpgroup.
+Its `registers` are an array of small vectors that each thread holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Value: TypeAlias = "ir.Value[Any]"
 
 
 class Word:
-    """A 32-bit value of the kernel under construction, with the operators of `words`."""
+    """A 32-bit value of the traced kernel, with the operators of `words.ArrayWord`."""
 
     def __init__(self, value: Value) -> None:
         self.value = value
@@ -67,19 +67,19 @@ def _value(operand: Word | int) -> Value:
 
 
 def _word(register: Value) -> Word:
-    """The word that a register of four bytes is."""
+    """A register of four bytes as a word."""
     words = vector.bitcast(ir.VectorType.get((1,), _i32()), register)
     return Word(vector.extract(words, [], [0]))
 
 
 def _vector(word: Word, count: int, dtype: ir.Type) -> Value:
-    """The bits of a word as a vector of `count` values."""
+    """The bits of a word as a vector of `count` values of `dtype`."""
     words = vector.broadcast(ir.VectorType.get((1,), _i32()), word.value)
     return vector.bitcast(ir.VectorType.get((count,), dtype), words)
 
 
 def _splat(value: ir.Attribute, count: int) -> Value:
-    """A register that holds a constant `count` times."""
+    """A register with `count` copies of a constant."""
     type_ = ir.VectorType.get((count,), value.type)
     return llvm.ConstantOp(type_, ir.DenseElementsAttr.get_splat(type_, value)).result
 
@@ -87,10 +87,17 @@ def _splat(value: ir.Attribute, count: int) -> Value:
 def unpack(
     packed: jax.Array, decoder: Decoder, plane: int, group: int, width: int
 ) -> list[jax.Array]:
-    """One plane of a block to the operands of its groups, in order of their inputs.
+    """Unpacks one plane of a block to the operands of its groups, in input order.
 
-    packed: uint8[64, 128] in the layout PACKED -> PLANE / group arrays, int8 or bf16[64, width].
-    Where an operand is wider than its group, its other inputs are zero.
+    Args:
+      packed: uint8[64, 128] in the layout PACKED.
+      decoder: converts words to operands.
+      plane: 0 for the low nibbles, 1 for the high ones.
+      group: inputs per group.
+      width: inputs per operand. Inputs outside the group are zero.
+
+    Returns:
+      PLANE / group arrays: int8 or bf16[64, width].
     """
     integer = decoder.dtype == jnp.int8
     layout = PACKED if integer else ACCUMULATOR
@@ -112,7 +119,7 @@ def unpack(
 
 
 def _plane(packed: np.ndarray, decoder: Decoder, plane: int) -> np.ndarray:
-    """Registers of packed words to those of one plane; the second axis runs along the inputs."""
+    """Decodes registers of packed words to those of one plane. Axis 1 runs along the inputs."""
     count = decoder.registers
     columns = packed.shape[1] * count
     registers = np.empty((packed.shape[0], columns, *packed.shape[2:]), object)
@@ -125,7 +132,7 @@ def _plane(packed: np.ndarray, decoder: Decoder, plane: int) -> np.ndarray:
 
 
 def _number(word: Word, decoder: Decoder) -> Value:
-    """One operand register: four int8 or two bfloat16."""
+    """One operand register: four int8 or two bfloat16 numbers."""
     if decoder.dtype == jnp.int8:
         return _vector(word, 4, ir.IntegerType.get_signless(8))
     bf16 = ir.BF16Type.get()
@@ -143,7 +150,7 @@ def _zeros() -> Value:
 
 
 def _groups(plane: np.ndarray, group: int, width: int) -> list[np.ndarray]:
-    """Cuts a plane's registers into its groups' operands, with zeros around narrow groups."""
+    """Splits a plane's registers into operands by group, with zeros around narrow groups."""
     per_group = plane.shape[1] * group // PLANE
     per_operand = plane.shape[1] * width // PLANE
     parts = []
@@ -158,9 +165,9 @@ def _groups(plane: np.ndarray, group: int, width: int) -> list[np.ndarray]:
 
 
 def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    """x · y + z with one rounding, whatever a compiler would make of a product and a sum.
+    """Computes x · y + z with one rounding.
 
-    All f32[64, M] in the layout ACCUMULATOR.
+    All arrays are f32[64, M] in the layout ACCUMULATOR.
     """
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), ACCUMULATOR)
 

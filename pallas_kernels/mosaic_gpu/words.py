@@ -1,19 +1,18 @@
-"""Packed nibbles to the tensor cores' operands: what happens to the bits of one 32-bit word.
+"""Converts packed nibbles to the tensor cores' operands, one 32-bit word at a time.
 
 A warpgroup loads 64 × 128 packed bytes as words: thread t of a row (t = 0 … 3) holds bytes
 4t … 4t + 3 of every 16. The same words become the left operand of `wgmma`:
 
-int8: bytes stay where they are, so operand k is input k. The integers of an Int4Weight come out 16
-    times too large, since a nibble at the top of its byte needs no sign extension: two operations
-    for eight weights. The factor is in `Decoder.factor`.
-bf16: an operand register holds two numbers. Two nibbles that stand 16 bits apart become
-    128 + (q + 8) each by one operation on bits, because 128 + n is 0x4300 + n in bfloat16;
-    subtracting 136 is exact. So bytes 0 and 2 of a word make one register and bytes 1 and 3 the
-    next: operand k is not input k, and `permute_inputs` puts x in the operand's order. That costs a
-    pass over x, which is small, instead of shuffles of the weight, which is not.
+int8: bytes keep their places, so operand k is input k. The integers of an Int4Weight stay in the
+    upper half of their bytes, 16 times too large (`Decoder.factor`). This saves the sign extension
+    and takes two operations for eight weights.
+bf16: a register holds two numbers. One bitwise operation turns two nibbles, 16 bits apart, into
+    128 + (q + 8) each, because 128 + n is 0x4300 + n in bfloat16. Subtracting 136 is exact. Bytes 0
+    and 2 of a word form one register, bytes 1 and 3 the next. Operand k is then not input k, so
+    `permute_inputs` reorders x, which is much smaller than the weight.
 
-The functions take either kind of word: `ArrayWord`, which is how they are tested and interpreted,
-or a value of the kernel under construction (`registers.Word`).
+The functions accept `ArrayWord`, for tests and interpret mode, or `registers.Word`, a value of the
+traced kernel.
 """
 
 from __future__ import annotations
@@ -33,29 +32,30 @@ _E2M1_NEGATED = (0xFDFEFF00, 0xF4F8FAFC)
 
 
 def _int4_bf16(word: Any) -> list[Any]:
-    """Packed integers to registers of two bfloat16 q + 136: low plane, high plane."""
+    """Decodes integers to registers of two bfloat16 numbers q + 136: low plane, high plane."""
     return [((word >> shift) & 0x000F000F) ^ 0x43084308 for shift in (0, 8, 4, 12)]
 
 
 def _int4_int8(word: Any) -> list[Any]:
-    """Packed integers to four int8 16 · q: low plane, high plane."""
+    """Decodes integers to four int8 numbers 16 · q: low plane, high plane."""
     return [(word << 4) & 0xF0F0F0F0, word & 0xF0F0F0F0]
 
 
 def _mxfp4_bf16(word: Any) -> list[Any]:
-    """E2M1 codes to registers of two bfloat16 2^-126 · value: low plane, high plane.
+    """Decodes E2M1 to registers of two bfloat16 numbers 2^-126 · value: low plane, high plane.
 
-    Sign, exponent and mantissa move to their places, and E2M1's subnormal is one of bfloat16.
+    Shifts move sign, exponent and mantissa to their bfloat16 places. E2M1's subnormal becomes a
+    bfloat16 subnormal.
     """
     shifted = [word >> shift for shift in (0, 8, 4, 12)]
     return [((v & 0x00070007) << 6) | ((v & 0x00080008) << 12) for v in shifted]
 
 
 def _mxfp4_int8(word: Any) -> list[Any]:
-    """E2M1 codes to four int8 of twice the value: low plane, high plane."""
+    """Decodes E2M1 to four int8 numbers of twice the value: low plane, high plane."""
     codes, low_signs, select_bytes = word & 0x77777777, word << 4, word.select_bytes
     halves = []
-    for shift, signs in ((0, 0xD9C8), (16, 0xFBEA)):  # bytes 0 and 1 of the word, bytes 2 and 3
+    for shift, signs in ((0, 0xD9C8), (16, 0xFBEA)):  # bytes 0 and 1, then 2 and 3
         positive = select_bytes(*_E2M1, codes >> shift)
         negative = select_bytes(*_E2M1_NEGATED, codes >> shift)
         mask = select_bytes(low_signs, word, signs)
@@ -64,9 +64,9 @@ def _mxfp4_int8(word: Any) -> list[Any]:
 
 
 class ArrayWord:
-    """Words as a JAX array, uint32, with the operators that the functions above use.
+    """A uint32 JAX array with the operators that the decoders use.
 
-    `registers.Word` is the same for a value of the kernel under construction.
+    `registers.Word` has the same operators for a value of the traced kernel.
     """
 
     def __init__(self, value: jax.Array | int) -> None:
@@ -91,9 +91,10 @@ class ArrayWord:
     def select_bytes(
         low: ArrayWord | int, high: ArrayWord | int, selector: ArrayWord | int
     ) -> ArrayWord:
-        """PTX's `prmt`: byte i of the result is the byte of low and high that nibble i selects.
+        """PTX's `prmt`: nibble i of the selector chooses byte i of the result.
 
-        A selector of 8 and more fills the byte with the sign of byte selector - 8.
+        0 … 3 choose a byte of `low` and 4 … 7 a byte of `high`. 8 … 15 fill the byte with the sign
+        of byte 0 … 7.
         """
         result = jnp.uint32(0)
         for i in range(4):
@@ -111,13 +112,13 @@ def _array(operand: ArrayWord | int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """How a format's words become operands of one dtype.
+    """Converts the words of a format to operands of one dtype.
 
-    words: a word to the registers of its low plane, then those of its high plane.
+    words: maps a word to the registers of its low plane, then of its high plane.
     dtype: int8 or bfloat16.
-    offset, multiplier: what the bfloat16 numbers are then lessened by, or multiplied by (a power of
-        two); exact.
-    factor: how many times the format's integers (`formats.integers`) the operands are.
+    offset: subtracted from the bfloat16 numbers, exactly.
+    multiplier: a power of two that then multiplies them, exactly.
+    factor: the ratio of the operands to the format's integers (`formats.integers`).
     """
 
     words: Callable[[Any], list[Any]]
@@ -128,7 +129,7 @@ class Decoder:
 
     @property
     def registers(self) -> int:
-        """Registers of a plane that come from one word."""
+        """Registers per word and plane."""
         return self.dtype.itemsize
 
 
@@ -156,21 +157,21 @@ def unpack(
 
 
 def _values(registers: jax.Array, decoder: Decoder) -> jax.Array:
-    """uint32[N, words, registers] -> the numbers in operand order."""
+    """uint32[N, words, registers] -> int8 or bf16 numbers in operand order."""
     if decoder.dtype == jnp.int8:
         return lax.bitcast_convert_type(registers, jnp.int8)
     n, _, count = registers.shape
-    # Four threads hold one register each of every 8 operands.
+    # Each of four threads holds one register of every 8 operands.
     registers = registers.reshape(n, -1, 4, count).swapaxes(2, 3)
     bits = lax.bitcast_convert_type(registers, jnp.uint16).astype(jnp.int32)
     exponent, scale = bits >> 7 & 0xFF, int(math.log2(decoder.multiplier))
-    # By hand, because a CPU may take a subnormal number for zero.
+    # A plain conversion could flush subnormal numbers to zero on a CPU.
     mantissa = (bits & 0x7F) + jnp.where(exponent > 0, 0x80, 0)
     magnitude = jnp.ldexp(mantissa.astype(jnp.float32), jnp.maximum(exponent, 1) - 134 + scale)
     return (jnp.where(bits >> 15 > 0, -magnitude, magnitude) - decoder.offset).astype(jnp.bfloat16)
 
 
 def permute_inputs(x: jax.Array) -> jax.Array:
-    """Puts x: bf16[M, K] in the order of bf16 operands: byte 4t + 2c + j at 8j + 2t + c."""
+    """Reorders x: bf16[M, K] for bf16 operands: input 4t + 2c + j of 16 moves to 8j + 2t + c."""
     bytes_ = x.reshape(x.shape[0], -1, 4, 2, 2)
     return bytes_.transpose(0, 1, 4, 2, 3).reshape(x.shape)

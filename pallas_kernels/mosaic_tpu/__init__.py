@@ -1,4 +1,4 @@
-"""Kernels for TPUs: matrices and attention."""
+"""Matrix and attention kernels for TPUs."""
 
 from pallas_kernels.mosaic_tpu.attention import attention as attention
 from pallas_kernels.mosaic_tpu.attention import attention_refusal as attention_refusal

@@ -1,27 +1,28 @@
 """Attention of new tokens over the KV cache as one Pallas kernel for TPUs.
 
-A step of the grid has a tile of query rows of one row, for HEADS of its key-value heads: a TPU
-keeps so many heads of a slot in one tile of memory, and whoever reads one reads them all. The step
-streams the cache as it is stored, BLOCK slots at a time while the last ones are multiplied, and
-runs the softmax over them in slot order. Its first and last block are what its rows see, so the
-cost follows the context in use, or the window. A head is taken out of the slots by a strided load;
-16-bit entries of two heads share a word.
+Each grid step serves a tile of query rows of one batch row, for HEADS of its key-value heads. A TPU
+stores that many heads of a slot in one memory tile, so a read of one head reads all of them. The
+step streams the stored cache in blocks of BLOCK slots, overlaps copies with products, and runs the
+softmax in slot order. It reads only the blocks that its rows see, so the cost follows the context
+in use, or the window. A strided load extracts one head; two heads of 16-bit entries share a word.
 
-The meaning is that of `pallas_kernels.attention_reference`; with bfloat16 queries over a bfloat16
-cache the softmax's weights are rounded to bfloat16 for the matrix unit. Products are summed in
-float32.
+`pallas_kernels.attention_reference` defines the result. With bfloat16 queries and cache, the
+softmax weights are rounded to bfloat16 for the matrix unit. Products are summed in float32.
 
-Order of summation: block after block in slot order; within a block, what one product does. The
-number of rows in a tile decides how many rows ride along and nothing else, so a row's bits depend
-neither on T nor on its neighbours. As for products of bfloat16 (`quantized_matmul`), that rests on
-the matrix unit and on Mosaic's `shape_invariant_numerics`, which is set by default, and no TPU was
-at hand to see it.
+Summation order: blocks in slot order, and one product per block. The tile size does not change a
+row's sums, so a row's bits depend neither on T nor on its neighbours. This relies on the matrix
+unit and on Mosaic's `shape_invariant_numerics`, which is on by default. It has not been verified on
+a TPU.
 
-Left out: heads narrower than a register's 128 lanes, whose cache XLA lays out with the slots
-innermost, so that the kernel's operand would be a copy of all of it; wider ones, of which the
-compiler loads no single head; 16-bit entries of other numbers of heads than 2, 4 and multiples of
-8, which do not fill whole tiles of memory; quantized entries; more than one block to a copy, where
-a block of few heads is small.
+Not implemented:
+
+- heads narrower than the 128 lanes of a register: XLA lays out their cache with the slots
+  innermost, so the kernel would need a copy of the whole cache;
+- wider heads: the compiler cannot load a single one;
+- 16-bit entries unless the number of heads is 2, 4 or a multiple of 8: others leave memory tiles
+  partly empty;
+- quantized entries;
+- copies of several blocks at once, where few heads make a block small.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from pallas_kernels import attention_operands as shared
 from pallas_kernels.attention_reference import BLOCK
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
 
-HEADS = 8  # of one step: they fill a register's rows, and while one waits for products others work
+HEADS = 8  # per step: they fill a register's rows, and their work overlaps
 LANES = 128
-ROW_PACKING = 16  # rows in a register of bfloat16
+ROW_PACKING = 16  # rows in a bfloat16 register
 MOST_ROWS = 128
-MOST_CACHE_BYTES = 8 * 2**20  # two blocks of keys and of values: half of what a kernel may hold
-_UPPER_HALF = -(2**16)  # of a word, as a mask
-_LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right side's axis to sum
+MOST_CACHE_BYTES = 8 * 2**20  # two blocks each of keys and values: half of a kernel's VMEM
+_UPPER_HALF = -(2**16)  # mask of a word's upper half
+_LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right axis to contract
 
 
 def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None) -> str | None:
-    """The reason why `attention` does not serve these operands; None where it does."""
-    if not pltpu.is_tpu_device():  # the pipeline asks which TPU it is made for
-        return "what is compiled for must be a TPU"
+    """Returns why `attention` does not serve these operands; None if it does."""
+    if not pltpu.is_tpu_device():  # the pipeline needs to know its TPU
+        return "the target device must be a TPU"
     if isinstance(keys, QuantizedEntries):
-        return f"the cache must be of 16 or 32 bits, got codes of {keys.bits}"
+        return f"cache entries must have 16 or 32 bits, got {keys.bits}-bit codes"
     _, _, kv_heads, e = keys.shape
     if e != LANES:
         return f"head_dim must be {LANES}, got {e}"
     if keys.dtype == jnp.uint16 and _heads_of_step(kv_heads) not in (2, 4, HEADS):
-        return f"16-bit entries must be of 2, 4 or a multiple of {HEADS} heads, got {kv_heads}"
+        return f"16-bit entries must have 2, 4 or a multiple of {HEADS} heads, got {kv_heads}"
     size = 4 * BLOCK * _heads_of_step(kv_heads) * e * keys.dtype.itemsize
     if size > MOST_CACHE_BYTES:
         return f"four blocks of the cache must fit {MOST_CACHE_BYTES} bytes, got {size}"
@@ -66,7 +67,7 @@ def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None)
 
 
 def _heads_of_step(kv_heads: int) -> int:
-    """Key-value heads that one step of the grid reads: whole registers' rows, or all there are."""
+    """Key-value heads that a grid step reads: HEADS if it divides their number, else all."""
     return HEADS if kv_heads % HEADS == 0 else kv_heads
 
 
@@ -82,13 +83,13 @@ def attention(
     head_scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """`pallas_kernels.attention.attention`, for heads of 128 features.
+    """Computes `pallas_kernels.attention.attention` for heads of 128 features.
 
     Args:
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
     Raises:
-      ValueError: what `attention_refusal` says.
+      ValueError: `attention_refusal` returns a reason.
     """
     reason = attention_refusal(queries, keys, mask)
     if reason is not None:
@@ -136,8 +137,11 @@ def _kernel(
     *,
     scale: float,
 ) -> None:
-    """One step. first, end: int32[B, tiles] of blocks; lengths: int32[B]; keys, values: all of
-    [B, S, K, E]; of the step q, y: [heads, R, E], limits: int32[R, columns], the softmax's state.
+    """Computes one grid step.
+
+    first, end: int32[B, tiles], block numbers; lengths: int32[B]; keys, values: [B, S, K, E]. This
+    step has q, y: [heads, R, E]; limits: int32[R, columns]; maximum, total: f32[heads, R, 1]; sums:
+    f32[heads, R, E].
     """
     row, part, tile = (pl.program_id(axis) for axis in range(3))
     heads, rows, e = q.shape
@@ -148,7 +152,7 @@ def _kernel(
         ref[...] = jnp.broadcast_to(value, ref.shape)
 
     def add(keys: jax.Ref, values: jax.Ref) -> None:
-        """Adds one block, [BLOCK, heads, E] of each."""
+        """Adds one block. keys, values: [BLOCK, heads, E]."""
         seen = shared.visible(columns, begin + pl.program_id(0), context)  # of the pipeline's grid
         for head in range(heads):
             k, v = _head(keys, head), _head(values, head)
@@ -168,7 +172,7 @@ def _kernel(
 
 
 def _head(entries: Any, head: int) -> jax.Array:
-    """One head of a block's entries, f32 or uint16[BLOCK, heads, E] -> f32 or bf16[BLOCK, E]."""
+    """Extracts one head of a block: f32 or uint16[BLOCK, heads, E] -> f32 or bf16[BLOCK, E]."""
     slots, heads, e = entries.shape
     flat = entries.reshape(slots * heads, e)
     if entries.dtype == jnp.float32:
@@ -180,7 +184,7 @@ def _head(entries: Any, head: int) -> jax.Array:
 
 
 def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
-    """A product in the wider of the two types."""
+    """Multiplies in the wider of the two dtypes and sums in float32."""
     dtype = jnp.promote_types(left.dtype, right.dtype)
     return lax.dot_general(
         left.astype(dtype),

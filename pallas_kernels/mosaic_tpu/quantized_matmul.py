@@ -1,28 +1,26 @@
-"""Every quantized weight times activations of 16, 8 or 4 bits, as one Pallas kernel for TPUs.
+"""Matrix products for TPUs as one Pallas kernel: any quantized weight times 16-, 8- or 4-bit x.
 
-The meaning is that of `pallas_kernels.reference`, with two differences of rounding: "a16" rounds a
-float32 x to bfloat16 for the matrix unit, and the scale multiplies a group's sum, not every weight.
-A weight's integers are exact in int8 and in bfloat16, so a precision is no more than a type of x:
+`pallas_kernels.reference` defines the result. Rounding differs in two places: "a16" rounds a
+float32 x to bfloat16 for the matrix unit, and scales multiply group sums instead of weights. A
+weight's integers are exact in int8 and in bfloat16, so precisions differ only in the dtype of x:
 
     a16      bfloat16 products, summed in float32, scaled by the weight's scales
-    a8, a4   int8 products, summed in int32, scaled by both scales; where the chip multiplies no
-             int8 (v4, 7x) bfloat16 products, whose sums within 128 inputs are integers of at most
-             128 · 128 · 128 < 2^24: the same numbers, exactly
+    a8, a4   int8 products, summed in int32, scaled by both scales. Chips without int8 products (v4,
+             7x) multiply bfloat16. Sums over 128 inputs are integers of at most
+             128 · 128 · 128 < 2^24, so the result is the same.
 
-A group of 32 or 64 fills a quarter or half of what the matrix unit loads at once. The weight is not
-loaded in as many parts: a plane of 128 inputs is loaded once, and x is stacked, one copy for each
-of the plane's groups, zero elsewhere.
+The matrix unit loads 128 inputs at once, more than a group of 32 or 64. The kernel loads a plane of
+128 inputs of the weight once and stacks copies of x, one per group, with zeros elsewhere.
 
-Order of summation: within a group, what one product of 128 inputs does in the matrix unit, which
-knows of no other row; then group after group, k ascending, in float32, or in integers where one
-scale serves all inputs. Both depend on the weight's shape alone. The number of rows in a tile
-(`tiles.choose`) decides how many rows ride along and nothing else, so a row's bits do not depend on
-M. That is by construction for "a8" and "a4"; for "a16" it rests on the matrix unit and on Mosaic's
-`shape_invariant_numerics`, which is set by default, and no TPU was at hand to see it.
+Summation order: one product of 128 inputs within a group, then the groups, k ascending. Groups are
+added in float32, or as integers if one scale serves all inputs. Both depend only on the weight's
+shape. The tile size (`tiles.choose`) does not change a row's sums, so a row's bits do not depend on
+M. This holds by construction for "a8" and "a4". For "a16" it relies on the matrix unit and on
+Mosaic's `shape_invariant_numerics`, which is on by default. It has not been verified on a TPU.
 
-Left out: tiles chosen by measurement, a prepacked layout, quantizing x inside the kernel, outliers
-(`pallas_kernels.matmul` adds them), and a conversion from int8 that suits v4, where the compiler
-schedules several times the cycles of the chips after it.
+Not implemented: tuned tiles, a prepacked layout, quantization of x inside the kernel, and an int8
+conversion for v4, where the compiled schedule takes several times as many cycles as on later chips.
+`pallas_kernels.matmul` adds outliers.
 """
 
 from __future__ import annotations
@@ -53,27 +51,27 @@ from pallas_kernels.operands import check, group_parts, group_sums, multiplicand
 
 Refs = dict[str, jax.Ref]  # a kernel's operands, or its scratch memory, by name
 
-BLOCKS_PER_TURN = 4  # the more, the more the scheduler has to fill gaps with
+BLOCKS_PER_TURN = 4  # unrolled, so that the compiler can overlap their work
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Everything about a call that is known before the kernel runs."""
+    """The parameters of a call that are known at trace time."""
 
     kind: type[Quantized]
     group_size: int | None
     blocks: int  # of 256 inputs
-    exact: bool  # the products are integers
+    exact: bool  # products are integers
 
     @property
     def turn(self) -> int:
-        """Blocks in one turn of the loop."""
+        """Blocks in one iteration of the loop."""
         return min(BLOCKS_PER_TURN, self.blocks)
 
     @property
     def width(self) -> int:
-        """Inputs whose products are summed before they are scaled or, ungrouped, added up."""
+        """Inputs per product."""
         return self.group_size or PLANE
 
     @property
@@ -82,7 +80,7 @@ class _Plan:
 
     @property
     def groups_first(self) -> bool:
-        """Whether [N, groups] lies in memory as [groups, N]: XLA's choice, which pads the least."""
+        """Whether XLA stores [N, groups] as [groups, N], which needs less padding."""
         return self.groups < tiles.LANES
 
     @property
@@ -91,7 +89,7 @@ class _Plan:
 
     @property
     def total_dtype(self) -> np.dtype:
-        """Without groups the sum of integers stays one: a single scale multiplies all of it."""
+        """int32 for integer products under a single scale, else float32."""
         return np.dtype(np.int32 if self.exact and self.group_size is None else np.float32)
 
 
@@ -103,15 +101,21 @@ def matmul(
     int8_products: bool | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N].
+    """Computes x · weightᵀ.
 
     Args:
+      x: bf16 or f32[M, K].
+      weight: [N, K].
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
-      int8_products: whether "a8" and "a4" multiply int8, or bfloat16; None: what the chip does.
+      int8_products: whether "a8" and "a4" multiply int8 instead of bfloat16. None lets the chip
+        decide.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
+    Returns:
+      f32[M, N].
+
     Raises:
-      ValueError: a shape or dtype that the kernel does not serve.
+      ValueError: the kernel does not serve a shape or dtype.
     """
     check(x, weight, activation)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
@@ -127,7 +131,7 @@ def matmul(
 
 
 def multiplies_int8() -> bool:
-    """Whether the TPU that is compiled for multiplies int8; yes where there is none."""
+    """Whether the target TPU multiplies int8. True if the target is not a TPU."""
     return not pltpu.is_tpu_device() or pltpu.get_tpu_info().int8_ops_per_second > 0
 
 
@@ -138,15 +142,22 @@ def multiply(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The kernel over a grid of M and N: a step has all inputs of its outputs.
+    """Runs the kernel on a grid of M and N. A step reads all inputs of its outputs.
 
-    values: bf16 or int8[M, padded K]; per_group: f32[M, groups], "x_scales" where the values are
-    integers, "x_sums" where the weight has zeros or minima -> f32[M, N].
+    Args:
+      values: bf16 or int8[M, padded K].
+      per_group: f32[M, groups] by name: "x_scales" if the values are integers, "x_sums" if the
+        weight has zeros or minima.
+      weight: [N, K].
+      interpret: as in `matmul`.
+
+    Returns:
+      f32[M, N].
     """
     m, n = values.shape[0], weight.shape[0]
     plan = _Plan(type(weight), weight.group_size, values.shape[1] // BLOCK, "x_scales" in per_group)
     tile = _tiles(values, len(per_group), weight, plan)
-    rows = tile.rows if tile.count > 1 else -(-m // 8) * 8  # the registers that hold results
+    rows = tile.rows if tile.count > 1 else -(-m // 8) * 8  # whole registers of results
     refs, specs = _operands(values, per_group, weight, plan, tile)
     scratch = {"total": pltpu.VMEM((rows, tile.columns), plan.total_dtype)}
     for name in _per_output(weight):
@@ -165,7 +176,7 @@ def multiply(
 
 
 def _tiles(values: jax.Array, per_group: int, weight: Quantized, plan: _Plan) -> tiles.Tiles:
-    """The tiles for x: bf16 or int8[M, K] and `per_group` arrays of one value per row and group."""
+    """The tiles for values: bf16 or int8[M, K] and `per_group` arrays with a value per group."""
     m, k = values.shape
     turns = 1 if plan.group_size is None else pl.cdiv(plan.blocks, plan.turn)
     return tiles.choose(
@@ -185,9 +196,9 @@ def _operands(
     plan: _Plan,
     tile: tiles.Tiles,
 ) -> tuple[dict[str, jax.Array], dict[str, pl.BlockSpec]]:
-    """The kernel's operands by name, and the part of each that step (i, j) reads."""
+    """The kernel's operands by name, and the block of each that step (i, j) reads."""
     pad = ((0, tile.count * tile.rows - values.shape[0]), (0, 0))
-    still = pl.Buffered(1 if tile.count == 1 else 2)  # one tile of rows is copied once
+    still = pl.Buffered(1 if tile.count == 1 else 2)  # a single tile of rows is copied once
     arrays = {"x": jnp.pad(values, pad), "weights": storage(weight)}
     specs = {
         "x": pl.BlockSpec((tile.rows, values.shape[1]), lambda i, j: (i, 0), pipeline_mode=still),
@@ -209,7 +220,7 @@ def _operands(
 
 
 def _per_output(weight: Quantized) -> dict[str, jax.Array]:
-    """Scales, and zeros or minima: [N, groups]. TPUs lack float16."""
+    """Scales, and zeros or minima: [N, groups] by name. TPUs have no float16."""
     return {
         name: part.astype(jnp.float32) if part.dtype == jnp.float16 else part
         for name, part in group_parts(weight).items()
@@ -217,7 +228,7 @@ def _per_output(weight: Quantized) -> dict[str, jax.Array]:
 
 
 def _by_turn(array: jax.Array, plan: _Plan) -> jax.Array:
-    """f32[M, groups] -> f32[turns, M, groups of a turn]: a turn of the loop reads fixed lanes."""
+    """f32[M, groups] -> f32[turns, M, groups of a turn], so that every turn reads fixed lanes."""
     m, groups = array.shape
     if plan.group_size is None:
         return array[None]
@@ -226,7 +237,7 @@ def _by_turn(array: jax.Array, plan: _Plan) -> jax.Array:
 
 
 def _kernel(refs: Refs, y: jax.Ref, scratch: Refs, plan: _Plan) -> None:
-    """One step: y: f32[M, N] from all inputs of a tile of rows and outputs.
+    """Computes y: f32[M, N], a tile of rows and outputs, from all inputs.
 
     refs: x: bf16 or int8[M, K]; weights: uint8[N, K / 2] or int8[N, K]; scales, zeros, minima:
     [groups, N] or [N, groups]; x_scales, x_sums: f32[turns, M, groups of a turn].
@@ -236,7 +247,7 @@ def _kernel(refs: Refs, y: jax.Ref, scratch: Refs, plan: _Plan) -> None:
     for name in decoders.keys() & refs.keys():
         decoded = decoders[name](refs[name][...], plan.kind)
         scratch[name][...] = decoded if plan.groups_first else decoded.T
-    if "minima" in refs:  # from here on, the values of the integer zero
+    if "minima" in refs:  # become the values of the integer zero
         scratch["minima"][...] += scratch["scales"][...] * above_smallest(plan.kind)
     total = scratch["total"]
     total[...] = jnp.zeros_like(total)
@@ -260,7 +271,7 @@ def _kernel(refs: Refs, y: jax.Ref, scratch: Refs, plan: _Plan) -> None:
 
 
 def _products(refs: Refs, block: jax.Array | int, rows: int, plan: _Plan) -> Iterator[jax.Array]:
-    """The products of a block with each group in turn, k ascending: f32 or i32[rows, N]."""
+    """Yields a block's product for each group, k ascending: f32 or i32[rows, N]."""
     start = block * BLOCK if isinstance(block, int) else pl.multiple_of(block * BLOCK, BLOCK)
     x = refs["x"][:, pl.ds(start, BLOCK)]
     parts = PLANE // plan.width
@@ -277,10 +288,10 @@ def _products(refs: Refs, block: jax.Array | int, rows: int, plan: _Plan) -> Ite
 
 
 def _stacked(x: jax.Array, parts: int) -> jax.Array:
-    """`parts` copies of x: [M, PLANE], each zero outside its part of the inputs."""
+    """Stacks `parts` copies of x: [M, PLANE], each zero outside its part of the inputs."""
     if parts == 1:
         return x
-    bits = pltpu.bitcast(x, jnp.int32)  # there are masks for 32 bits on every TPU
+    bits = pltpu.bitcast(x, jnp.int32)  # every TPU has 32-bit masks
     part = lax.broadcasted_iota(jnp.int32, bits.shape, 1) >> (PLANE // parts).bit_length() - 1
     copies = [jnp.where(part == i, bits, 0) for i in range(parts)]
     return pltpu.bitcast(jnp.concatenate(copies), x.dtype)
@@ -294,7 +305,7 @@ def _scaled(
     lane: int,
     plan: _Plan,
 ) -> jax.Array:
-    """A group's product, scaled: f32[M, N]. lane: the group's number within its turn."""
+    """Scales a group's product: f32[M, N]. lane: the group's number within its turn."""
     rows = product.shape[0]
     group = pl.ds(turn * plan.groups_per_turn + lane, 1)
     product = product.astype(jnp.float32)
@@ -309,13 +320,13 @@ def _scaled(
 
 
 def _finished(refs: Refs, scratch: Refs, plan: _Plan) -> jax.Array:
-    """The total of all inputs, scaled once: f32[M, N]."""
+    """Scales the total of all inputs once: f32[M, N]."""
     total: jax.Array = scratch["total"][...]
     scale: jax.Array = scratch["scales"][...]
     rows = total.shape[0]
     if "zeros" in refs:
         sums = refs["x_sums"][0, :rows, :]
-        if plan.exact:  # the integers themselves: 16 times their products with zeros may overflow
+        if plan.exact:  # shifted back, because products of shifted zeros may overflow
             zeros = scratch["zeros"][...].astype(jnp.int32) >> shift(plan.kind)
             total = (total >> shift(plan.kind)) - sums.astype(jnp.int32) * zeros
             scale = scale * (1 << shift(plan.kind))

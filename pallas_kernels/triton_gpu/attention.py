@@ -1,26 +1,24 @@
 """Attention of new tokens over the KV cache, for NVIDIA GPUs from Ampere on.
 
-Two Pallas kernels, compiled by Pallas's Triton backend. The first reads the cache as it is stored:
-a program has ROW_TILE query rows of one row and key-value head and one segment of the slots, and
-runs the softmax over its blocks in slot order. The second merges a tile's segments in their order.
-Segments let one row's context keep all multiprocessors busy. Those past what a tile's rows see end
-as they start, so the cost follows the context in use, or the window.
+Two Pallas kernels, compiled by Pallas's Triton backend. The first reads the stored cache. Each of
+its programs serves ROW_TILE query rows of one batch row and key-value head, and runs the softmax
+over one segment of the slots, in slot order. The second kernel merges a tile's segments in order.
+With segments, the context of one row occupies all multiprocessors. Programs return at once for
+segments that their rows do not see, so the cost follows the context in use, or the window.
 
-The meaning is that of `pallas_kernels.attention_reference`, with two differences of rounding: the
-softmax's weights are rounded to bfloat16 for the tensor cores (their sum is not), and a quantized
-slot's scale multiplies its score and its weight, since code - zero is exact in bfloat16. Products
-are summed in float32.
+`pallas_kernels.attention_reference` defines the result. Rounding differs in two places: softmax
+weights are rounded to bfloat16 for the tensor cores (their sum is not), and a quantized slot's
+scale multiplies its score and its weight, because code - zero is exact in bfloat16. Products are
+summed in float32.
 
-Order of summation: block after block in slot order within a segment, then segment after segment;
-within a block, what one product of ROW_TILE rows does. Segments and blocks begin at fixed slots,
-and T chooses nothing but the number of tiles, so that a row's bits depend neither on T nor on its
-neighbours. That rests on the tensor cores treating the rows of a product alike, which they are
-known to do. A program under a mask differs in what is visible, and there the compiler could order
-the same float operations otherwise; no GPU was at hand to see that it does not.
+Summation order: blocks in slot order within a segment, then segments; one product of ROW_TILE rows
+per block. Segments and blocks begin at fixed slots, and T sets only the number of tiles, so a row's
+bits depend neither on T nor on its neighbours. This relies on tensor cores treating the rows of a
+product alike, which they are known to do. The program for a mask computes visibility differently,
+and the compiler could reorder its float operations. This has not been verified on a GPU.
 
-Left out: float32, whose products spill registers; heads that are not a power of two wide; tiles
-and segments chosen by measurement. A long prompt reads the cache once for every ROW_TILE of its
-rows.
+Not implemented: float32, whose products spill registers; heads whose width is not a power of two;
+tuned tiles and segments. A long prompt reads the cache once per ROW_TILE of its rows.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ from pallas_kernels.attention_reference import BLOCK
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
 
 ROW_TILE = 16  # the narrowest product
-SEGMENT = 4  # blocks that one program reads
-PIPELINED_BYTES = 2**16  # of a block's keys and values: they fit every GPU's shared memory
-NARROWEST, WIDEST = 16, 256  # features: of a product, and of a head that the registers hold
-_LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right side's axis to sum
+SEGMENT = 4  # blocks per program
+PIPELINED_BYTES = 2**16  # a block's keys and values, which fit every GPU's shared memory
+NARROWEST, WIDEST = 16, 256  # features: the narrowest product, the widest head in registers
+_LAST, _FIRST = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # the right axis to contract
 
 
 def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None) -> str | None:
-    """The reason why `attention` does not serve these operands; None where it does."""
+    """Returns why `attention` does not serve these operands; None if it does."""
     stored = "codes" if isinstance(keys, QuantizedEntries) else keys.dtype.name
     if queries.dtype != jnp.bfloat16 or stored not in ("codes", "uint16"):
         return (
@@ -62,7 +60,7 @@ def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None)
 
 
 def _plane_width(features: int, keys: Entries) -> int:
-    """Features that are decoded together: a byte of two codes belongs to both halves of a head."""
+    """Features that are decoded together. 4-bit codes pack the two halves of a head in a byte."""
     return features // 2 if isinstance(keys, QuantizedEntries) and keys.bits == 4 else features
 
 
@@ -78,13 +76,13 @@ def attention(
     head_scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """`pallas_kernels.attention.attention`, for bfloat16 and heads of 16, 32, … 256 features.
+    """Computes `pallas_kernels.attention.attention` for bfloat16, heads of 16, 32, … 256 features.
 
     Args:
       interpret: runs the kernels as ordinary XLA operations, on any platform.
 
     Raises:
-      ValueError: what `attention_refusal` says.
+      ValueError: `attention_refusal` returns a reason.
     """
     reason = attention_refusal(queries, keys, mask)
     if reason is not None:
@@ -109,7 +107,7 @@ def _segments(
     head_scale: float,
     interpret: bool,
 ) -> list[jax.Array]:
-    """The state of every segment: f32[B, K, segments, R] twice, f32[B, K, segments, R, E]."""
+    """Computes each segment's state: f32[B, K, segments, R] twice, f32[B, K, segments, R, E]."""
     b, kv_heads, r, e = rows.shape
     slots = keys.shape[1]
     segments = pl.cdiv(slots, SEGMENT * BLOCK)
@@ -154,9 +152,10 @@ def _read_segment(
     width: int,
     scale: float,
 ) -> None:
-    """One program. q: [R, E], limits: int32[R, columns], blocks: int32[2], of the tile;
-    keys, values: lists of [S, E], or of codes, scales and zeros; state: f32[R] twice and f32[R, E],
-    where R is ROW_TILE.
+    """Computes one segment's state for one tile of R = ROW_TILE rows.
+
+    q: [R, E]; limits: int32[R, columns]; blocks: int32[2], the tile's first block and the end;
+    keys, values: [S, E] in a list, or codes, scales and zeros; state: f32[R] twice and f32[R, E].
     """
     segment = pl.program_id(3)
     first = jnp.maximum(blocks[0], segment * SEGMENT)
@@ -194,7 +193,7 @@ def _read_segment(
 def _decode(
     parts: list[jax.Ref], block: jax.Array, planes: int
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """A block's entries, bf16[BLOCK, features] for every plane, and what scales them, if any."""
+    """Decodes a block's entries: bf16[BLOCK, features] per plane, and their scales or None."""
     slots = pl.ds(block * BLOCK, BLOCK)
     if len(parts) == 1:
         return [lax.bitcast_convert_type(parts[0][slots, :], jnp.bfloat16)], None
@@ -211,7 +210,7 @@ def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers)
 
 
 def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.Array:
-    """The states of all segments -> f32[B, K, R, E]."""
+    """Merges the states of all segments -> f32[B, K, R, E]."""
     b, kv_heads, segments, r, e = states[2].shape
     y: jax.Array = pl.pallas_call(
         _merge_segments,
@@ -232,7 +231,7 @@ def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.
 def _merge_segments(
     blocks: jax.Ref, maximum: jax.Ref, total: jax.Ref, sums: jax.Ref, y: jax.Ref
 ) -> None:
-    """One program: f32[segments, R] twice and f32[segments, R, E] -> y: f32[R, E]."""
+    """Merges one tile's segments: f32[segments, R] twice, f32[segments, R, E] -> y: f32[R, E]."""
 
     def add(segment: jax.Array, state: shared.State) -> shared.State:
         later = maximum[segment, :][:, None], total[segment, :][:, None], (sums[segment, :, :],)

@@ -1,22 +1,22 @@
-"""Every quantized weight times activations of 16, 8 or 4 bits, for NVIDIA GPUs before Hopper.
+"""Matrix products for NVIDIA GPUs before Hopper: any quantized weight times 16-, 8- or 4-bit x.
 
-One Pallas kernel over the weight as it is stored, compiled by Pallas's Triton backend, by explicit
-choice. Pallas has deprecated that backend in favour of Mosaic GPU, which on these GPUs multiplies
-only since jax 0.11. On Hopper it serves what `pallas_kernels.mosaic_gpu` does not.
+One Pallas kernel reads the stored weight. It names Pallas's Triton backend explicitly, which Pallas
+has deprecated in favour of Mosaic GPU. Mosaic GPU has products for these GPUs only since jax 0.11.
+On Hopper this kernel serves the weights that `pallas_kernels.mosaic_gpu` does not.
 
-The meaning is that of `pallas_kernels.reference`, with two differences of rounding: "a16" rounds a
-float32 x to bfloat16 for the tensor cores, and the scale multiplies a group's sum, not every
-weight. A weight's integers (of MXFP4, twice the values) are exact in bfloat16 and in int8, so a
-precision is no more than a type of x: bfloat16 with scales of one, or int8 with its own. Zeros are
-subtracted where that is exact: from the weight in bfloat16, from the product among integers. Minima
-are added to the sums of groups, by the value of the integer zero times the sum of x.
+`pallas_kernels.reference` defines the result. Rounding differs in two places: "a16" rounds a
+float32 x to bfloat16 for the tensor cores, and scales multiply group sums instead of weights. A
+weight's integers (for MXFP4, twice the values) are exact in bfloat16 and in int8, so precisions
+differ only in x: bfloat16 with scales of one, or int8 with its own scales. Zeros are subtracted
+exactly, from a bfloat16 weight or from an integer product. Minima add the value of the integer zero
+times a group's sum of x.
 
-Order of summation: group after group, k ascending; within a group, what one product of ROW_TILE
-rows does. It depends on the weight's shape alone, so a row's bits do not depend on M.
+Summation order: groups, k ascending; one product of ROW_TILE rows within a group. It depends only
+on the weight's shape, so a row's bits do not depend on M.
 
-Left out: tiles chosen by measurement (many rows unpack the weight once per ROW_TILE of them), a
-split of K for small N, a prepacked layout, quantizing x inside the kernel, outliers
-(`pallas_kernels.matmul` adds them).
+Not implemented: tuned tiles (each ROW_TILE of rows unpacks the weight again), a split of K for
+small N, a prepacked layout, and quantization of x inside the kernel. `pallas_kernels.matmul` adds
+outliers.
 """
 
 from __future__ import annotations
@@ -44,21 +44,26 @@ from pallas_kernels.operands import check, group_parts, group_sums, multiplicand
 Refs = dict[str, jax.Ref]  # a kernel's operands by name
 
 ROW_TILE = 16  # the narrowest product
-COLUMN_TILE = 64  # the weight is the left operand, and 64 of its rows fill Hopper's product
+COLUMN_TILE = 64  # the weight is the left operand, and Hopper multiplies 64 of its rows
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def matmul(
     x: jax.Array, weight: Quantized, activation: Activation = "a16", *, interpret: bool = False
 ) -> jax.Array:
-    """x: bf16 or f32[M, K] times weight: [N, K] -> f32[M, N].
+    """Computes x · weightᵀ.
 
     Args:
+      x: bf16 or f32[M, K].
+      weight: [N, K].
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
+    Returns:
+      f32[M, N].
+
     Raises:
-      ValueError: a shape or dtype that the kernel does not serve.
+      ValueError: the kernel does not serve a shape or dtype.
     """
     check(x, weight, activation)
     m, n = x.shape[0], weight.shape[0]
@@ -69,7 +74,7 @@ def matmul(
     of_weight |= group_parts(weight)
     if "minima" in of_weight:
         of_x["x_sums"] = x_scales * group_sums(values, weight.group_size)
-    # The result is padded to whole tiles; the weight is not, since that would copy it.
+    # The result is padded to whole tiles. Padding the weight would copy it.
     rows, columns = x.shape[0] // ROW_TILE, pl.cdiv(n, COLUMN_TILE)
     specs = {
         name: pl.BlockSpec((ROW_TILE, array.shape[1]), lambda i, j: (i, 0))
@@ -93,16 +98,16 @@ def matmul(
 def _kernel(
     refs: Refs, y: jax.Ref, *, n: int, kind: type[Quantized], group_size: int | None
 ) -> None:
-    """One tile of y: f32[M, N], from all inputs of its rows and columns.
+    """Computes y: f32[M, N], a tile of M = ROW_TILE rows and N = COLUMN_TILE outputs.
 
-    refs: x: bf16 or int8[M, K], x_scales: f32[M, groups], stored: uint8[N, K / 2] or int8[N, K],
-    scales: [N, groups], and what else the weight has: zeros: int8[N, groups], or minima: [N,
-    groups] with x_sums: f32[M, groups], where M is ROW_TILE and N is COLUMN_TILE. The sum is kept
-    as [N, M], so that the weight is the left operand, which Hopper takes from registers.
+    refs: x: bf16 or int8[M, K]; x_scales: f32[M, groups]; stored: uint8[N, K / 2] or int8[N, K];
+    scales: [N, groups]; if the weight has them, zeros: int8[N, groups], or minima: [N, groups] and
+    x_sums: f32[M, groups]. The sum is [N, M], because Hopper takes the left operand from registers,
+    and that is the weight.
     """
     inside = (pl.program_id(1) * COLUMN_TILE + jnp.arange(COLUMN_TILE) < n)[:, None]
     x, width = refs["x"], group_size or PLANE
-    # Without groups the sum stays what the products are: one scale multiplies all of it.
+    # Without groups the sum has the products' dtype, because one scale multiplies all of it.
     dtype = product_dtype(x.dtype) if group_size is None else jnp.float32
 
     def add_block(block: jax.Array, total: jax.Array) -> jax.Array:
@@ -127,7 +132,7 @@ def _kernel(
 def _integers(
     stored: jax.Ref, kind: type[Quantized], block: jax.Array, k: int, width: int, inside: jax.Array
 ) -> jax.Array:
-    """The weight's integers from input k of a block on: int8[N, width] (`formats.integers`)."""
+    """The weight's `formats.integers` from input k of a block: int8[N, width]."""
     if kind is Int8Weight:
         return pltriton.load(stored.at[:, pl.ds(block * BLOCK + k, width)], mask=inside, other=0)
     columns = pl.ds(block * PLANE + k % PLANE, width)
@@ -138,14 +143,14 @@ def _integers(
 
 
 def _twice_e2m1(code: jax.Array) -> jax.Array:
-    """Sign-extended E2M1 codes to twice their values, int8."""
+    """Doubles the values of sign-extended E2M1 codes: int8 -> int8."""
     low = code & 7
     magnitude = jnp.where(low < 2, low, (2 | low & 1) << jnp.maximum((low >> 1) - 1, 0))
     return jnp.where(code < 0, -magnitude, magnitude)
 
 
 def _product(x: jax.Array, weights: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """x: [M, width], weights: [N, width] of one dtype, zero: int8[N, 1] -> f32 or i32[N, M]."""
+    """Multiplies x: [M, width] by weights: [N, width], zero: int8[N, 1] -> f32 or i32[N, M]."""
     if zero is not None and x.dtype != jnp.int8:
         weights -= zero.astype(x.dtype)  # at most 135: exact
     product = lax.dot_general(
@@ -161,19 +166,19 @@ def _product(x: jax.Array, weights: jax.Array, zero: jax.Array | None) -> jax.Ar
 
 
 def _column(ref: jax.Ref, group: jax.Array | int, inside: jax.Array) -> jax.Array:
-    """One group's values, [N, 1]."""
+    """Loads one group's values: [N, 1]."""
     return pltriton.load(ref.at[:, pl.ds(group, 1)], mask=inside, other=0)
 
 
 def _scaled(
     product: jax.Array, refs: Refs, kind: type[Quantized], group: jax.Array | int, inside: jax.Array
 ) -> jax.Array:
-    """A group's product: f32 or i32[N, M], scaled, and with its minima: f32[N, M]."""
+    """Scales a group's product and adds its minima: f32 or i32[N, M] -> f32[N, M]."""
     scale = _column(refs["scales"], group, inside)
     if kind is Mxfp4Weight:
         code = scale.astype(jnp.int32)
         bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
-        scale = lax.bitcast_convert_type(bits, jnp.float32) * 0.5  # as `formats.group_scales`
+        scale = lax.bitcast_convert_type(bits, jnp.float32) * 0.5  # see `formats.group_scales`
     scale = scale.astype(jnp.float32)
     scaled: jax.Array = product.astype(jnp.float32) * (scale * refs["x_scales"][:, group][None, :])
     if "minima" not in refs:

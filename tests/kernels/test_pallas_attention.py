@@ -215,7 +215,7 @@ def test_the_reference_serves_what_a_kernel_refuses() -> None:
         ("tpu", tree, f"at most {MOST_MASKED} new tokens"),
         ("tpu", narrow, "head_dim must be 128, got 64"),
         ("tpu", broad, "head_dim must be 128, got 256"),
-        ("tpu", wide | {"keys": codes, "values": codes}, "16 or 32 bits, got codes of 8"),
+        ("tpu", wide | {"keys": codes, "values": codes}, "16 or 32 bits, got 8-bit codes"),
         ("tpu", make_case(1, 2, 3, 1, 128, 128, [9], cache="bfloat16"), "of 8 heads, got 1"),
         ("tpu", make_case(1, 2, 12, 12, 128, 128, [9], cache="bfloat16"), "of 8 heads, got 12"),
         ("tpu", make_case(1, 1, 36, 36, 128, 128, [9]), "must fit 8388608 bytes, got 9437184"),
