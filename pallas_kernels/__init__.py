@@ -1,1 +1,1 @@
-"""Weight formats, and the kernels of a transformer that read them, for CPU, GPU and TPU."""
+"""Weight formats, and a transformer's kernels for CPU, GPU and TPU."""

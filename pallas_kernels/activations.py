@@ -1,8 +1,8 @@
 """Dynamic quantization of activations: the low-precision half of W4A8 and W4A4.
 
-Every scale is taken from the values that it scales (QSpec section 4.1, after Atom): one per token
-and group of inputs, or one per token where the weight has one scale per channel. Values are rounded
-to nearest, ties to even.
+Each scale comes from the values that it scales (QSpec section 4.1, after Atom). A token has one
+scale per group of inputs, or a single one if the weight has one scale per channel. Values round to
+nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def quantize_activations(
       group_size: inputs per scale; None for one scale per token.
 
     Returns:
-      q: int8[M, K], and scales: f32[M, G]. A group of zeros has scale zero, and so has a group
-      whose scale would be too small for a normal float32.
+      q: int8[M, K], and scales: f32[M, G]. The scale is zero for a group of zeros and for a group
+      whose scale would be subnormal in float32.
     """
     m, k = x.shape
     groups = x.reshape(m, -1, group_size or k)
-    # Explicit reciprocals, because XLA replaces some divisions by them and not others.
+    # Explicit reciprocals, because XLA replaces only some divisions by them.
     scales = jnp.max(jnp.abs(groups), axis=-1) * (1 / LEVELS[activation])
     scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
@@ -53,11 +53,11 @@ def clip_activations(
 ) -> Float32[Array, "M K"]:
     """Clips every value at `ratio` times the largest magnitude of its group (Atom, section 4.2).
 
-    `quantize_activations` then takes its scale from that limit, which the clipped values reach.
+    `quantize_activations` then derives its scale from that limit, which the clipped values reach.
 
     Args:
       x: bf16 or f32[M, K].
-      group_size: inputs per group, of which the last may be shorter; None for one group per token.
+      group_size: inputs per group (fewer in the last); None for one group per token.
       ratio: above 0, at most 1.
 
     Returns:

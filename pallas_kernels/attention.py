@@ -1,8 +1,8 @@
 """Attention of new tokens over a KV cache that already holds them: picks the implementation.
 
-Every implementation runs a softmax over blocks of cache slots, which begin at fixed slots. So the
-cost follows the context in use, and a row's result depends neither on its neighbours nor on how
-many tokens share the call.
+Every implementation runs a softmax over blocks of cache slots that begin at fixed slots. The cost
+follows the context in use. A row's result depends neither on its neighbours nor on how many tokens
+share the call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.settings import own_settings
 
 
 def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Gives a kernel the tree as a mask: mask[b, t, j] if token t sees new token j."""
+    """Passes the tree to a kernel as a mask: mask[b, t, j] is True if token t sees new token j."""
 
     def attention(
         queries: jax.Array, keys: Entries, values: Entries, lengths: jax.Array,
@@ -66,8 +66,8 @@ def attention(
     length … length + T - 1, and a token sees those on the path to it. It sees nothing that is
     `window` or more positions back.
 
-    On CPUs a token of a tree gets the same bits as at the end of its path alone. Accelerators'
-    kernels sum over a path where it lies in the cache, which may round differently.
+    On CPUs a tree's token gets the same bits as at the end of its path alone. Accelerator kernels
+    sum over a path at its places in the cache, which may round differently.
 
     Args:
       queries: bf16 or f32[B, T, H, E].
@@ -87,7 +87,7 @@ def attention(
       f32[B, T, H, E].
 
     Raises:
-      ValueError: the implementation does not exist, or does not serve these operands.
+      ValueError: the implementation is unknown, or does not serve these operands.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -110,7 +110,7 @@ def attention(
 
 
 def _served(name: Literal["triton_gpu", "mosaic_tpu"]) -> Callable[..., jax.Array]:
-    """The kernel where it serves the operands, the reference elsewhere."""
+    """The kernel if it serves the operands, else the reference."""
 
     def attention(
         queries: jax.Array, keys: Entries, values: Entries, lengths: jax.Array,

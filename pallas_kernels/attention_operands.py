@@ -1,12 +1,12 @@
-"""Operands, visible slots and the softmax, which the accelerators' attention kernels share.
+"""Operands, visible slots and the softmax that the accelerators' attention kernels share.
 
-A kernel works on the query rows of one key-value head: row t · (H / K) + g is the head's g-th query
-of token t. What a token sees is the same for all heads and takes two numbers, the first slot and
-the end; in a tree also one word for every 32 new tokens, with a bit for each.
+A kernel works on the query rows of one key-value head. Row t · (H / K) + g is the head's g-th query
+of token t. All heads of a token see the same slots. Two numbers describe them, the first slot and
+the end; a tree adds a word per 32 new tokens, with one bit each.
 
-The running softmax is `pallas_kernels.attention_reference`'s, with exponents of 2. A block, or a
-run of blocks, that a row does not see changes nothing in its state, bit for bit: the sums are
-multiplied by one, and zeros are added.
+The running softmax is that of `pallas_kernels.attention_reference`, with powers of 2. Blocks that a
+row does not see leave its state unchanged, bit for bit: its sums are multiplied by one, and zeros
+are added.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from jax import lax
 
 from pallas_kernels.attention_reference import BLOCK
 
-# f32[R, 1] the greatest score so far, f32[R, 1] the sum of the weights, f32[R, width] of the values
-# under them, in as many parts as the kernel likes.
+# The greatest score so far, f32[R, 1]; the sum of the weights, f32[R, 1]; the weighted sums of the
+# values, in as many parts f32[R, width] as the kernel likes.
 State = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
 
-_UNSEEN = -1e30  # finite, so that a block nobody sees gives exp2(0) = 1, not NaN
+_UNSEEN = -1e30  # finite: a block that no token sees gives exp2(0) = 1, not NaN
 _WORD_BITS = 5  # a word holds the visibility of 2^5 new tokens
 _WORD = 1 << _WORD_BITS
-MOST_MASKED = 8 * _WORD  # new tokens under a mask: a kernel looks at every word in every block
+MOST_MASKED = 8 * _WORD  # new tokens under a mask; every block tests every word
 
 
 def mask_refusal(queries: jax.Array, mask: jax.Array | None) -> str | None:
-    """The reason why accelerators' kernels do not serve this mask; None where they do."""
+    """Returns why accelerator kernels do not serve this mask; None if they do."""
     if mask is not None and queries.shape[1] > MOST_MASKED:
-        return f"a mask must be of at most {MOST_MASKED} new tokens, got {queries.shape[1]}"
+        return f"a mask must have at most {MOST_MASKED} new tokens, got {queries.shape[1]}"
     return None
 
 
@@ -46,7 +46,7 @@ def by_kv_head(queries: jax.Array, kv_heads: int, tile: int) -> jax.Array:
 
 
 def by_token(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`by_kv_head` undone: [B, K, R, E] -> [B, T, H, E], which is `shape`."""
+    """Inverts `by_kv_head`: [B, K, R, E] -> [B, T, H, E], which is `shape`."""
     b, t, h, e = shape
     kv_heads = rows.shape[1]
     rows = rows[:, :, : t * h // kv_heads].reshape(b, kv_heads, t, h // kv_heads, e)
@@ -63,12 +63,12 @@ def limits(
     tile: int,
     slots: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The slots that every query row sees, and the blocks that a tile of rows has to read.
+    """The slots that each query row sees, and the blocks that each tile of rows must read.
 
     Returns:
-      int32[B, R, 2 + words]: the first slot and the end of those that a row sees, then, where there
-        is a mask, the new tokens that it sees; and int32[B, R / tile, 2]: the first block and the
-        end. Rows of padding see what the last row sees.
+      int32[B, R, 2 + words]: the first slot that a row sees and the end, then, with a mask, the
+        words of the new tokens that it sees.
+      int32[B, R / tile, 2]: the first block and the end. Padding rows copy the last row.
     """
     b, t = positions.shape
     context = jnp.broadcast_to(lengths[:, None], (b, t))
@@ -94,14 +94,14 @@ def limits(
 
 
 def _within(mask: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
-    """The mask, bool[B, T, T], without the tokens that are `window` or more positions back."""
+    """Removes tokens `window` or more positions back from mask: bool[B, T, T]."""
     if window is None:
         return mask
     return mask & (positions[:, :, None] - positions[:, None, :] < window)
 
 
 def _words(mask: jax.Array) -> list[jax.Array]:
-    """bool[B, T, T] -> int32[B, T] for every 32 new tokens: bit j of word i is token 32 i + j."""
+    """bool[B, T, T] -> a list of int32[B, T]: bit j of word i is new token 32 i + j."""
     b, t, _ = mask.shape
     bits = jnp.pad(mask, ((0, 0), (0, 0), (0, -t % _WORD))).reshape(b, t, -1, _WORD)
     bits = bits.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32)
@@ -110,7 +110,7 @@ def _words(mask: jax.Array) -> list[jax.Array]:
 
 
 def visible(columns: Sequence[jax.Array], block: jax.Array, length: jax.Array) -> jax.Array:
-    """Which slots of a block the rows see. columns: those of `limits`, [R, 1] -> bool[R, BLOCK]."""
+    """Which slots of a block the rows see. columns: from `limits`, [R, 1] -> bool[R, BLOCK]."""
     first, end, *words = columns
     slots = block * BLOCK + lax.broadcasted_iota(jnp.int32, (1, BLOCK), 1)
     seen = (slots >= first) & (slots < end)
@@ -121,12 +121,12 @@ def visible(columns: Sequence[jax.Array], block: jax.Array, length: jax.Array) -
 
 
 def exponent_scale(head_scale: float) -> float:
-    """The factor on the scores with which exp2 of them is what exp is with `head_scale`."""
+    """The factor for scores such that exp2 gives what exp gives with `head_scale`."""
     return head_scale * math.log2(math.e)
 
 
 def start(rows: int, widths: Sequence[int]) -> State:
-    """The state of rows that have seen nothing."""
+    """The initial state of the softmax."""
     return (
         jnp.full((rows, 1), _UNSEEN, jnp.float32),
         jnp.zeros((rows, 1), jnp.float32),
@@ -140,9 +140,13 @@ def add_block(
     seen: jax.Array,
     mix: Callable[[jax.Array], Sequence[jax.Array]],
 ) -> State:
-    """The state with one block more. scores: f32[R, BLOCK], exponents of 2; seen: bool[R, BLOCK].
+    """Adds one block to the state.
 
-    mix: weights, f32[R, BLOCK] -> the sums of the block's values under them, in the state's parts.
+    Args:
+      state: the state before.
+      scores: f32[R, BLOCK], for exp2.
+      seen: bool[R, BLOCK].
+      mix: maps weights, f32[R, BLOCK], to the block's weighted sums of values, one per part.
     """
     maximum, total, sums = state
     scores = jnp.where(seen, scores, _UNSEEN)
@@ -157,7 +161,7 @@ def add_block(
 
 
 def merge(state: State, later: State) -> State:
-    """The state of two runs of blocks, of which `later` comes second."""
+    """Merges the states of two consecutive runs of blocks."""
     highest = jnp.maximum(state[0], later[0])
     keep, gain = jnp.exp2(state[0] - highest), jnp.exp2(later[0] - highest)
     return (

@@ -1,13 +1,13 @@
 """Attention over the KV cache in plain jnp; every attention kernel is tested against it.
 
-Flash attention's running softmax over blocks of BLOCK slots: the cost follows the context in use,
-not the cache's capacity, and the order of every sum is fixed by the slots' own numbers. Blocks that
+It runs flash attention's running softmax over blocks of BLOCK slots. The cost follows the context
+in use, not the cache's capacity, and the slot numbers alone fix the order of every sum. Blocks that
 a token cannot see change nothing, bit for bit, so a row's result depends neither on its neighbours
-nor on how many tokens share the call. Queries go in tiles of a fixed size for the same reason
+nor on how many tokens share the call. Queries run in tiles of a fixed size for the same reason
 (`pallas_kernels.row_tiles`).
 
-In a tree every token reads the path to it as if that lay in consecutive slots, in products of the
-chain's shape; so the blocks that hold new tokens are read once per token.
+In a tree, every token reads its path as if it were in consecutive slots, with products of the
+chain's shape. The blocks with new tokens are therefore read once per token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pallas_kernels.cache_entries import Entries, read_block, read_slots
 from pallas_kernels.row_tiles import ROW_TILE, over_tiles
 
 BLOCK = 128  # cache slots per step of the running softmax
-# Per query row: the greatest score, the sum of the weights, the sum of values under them.
+# Per query row: the greatest score, the sum of the weights, the weighted sum of the values.
 State = tuple[jax.Array, jax.Array, jax.Array]
-_MASKED = -1e30  # finite, so that a block nobody sees gives exp(0) = 1, not NaN
+_MASKED = -1e30  # finite: a block that no token sees gives exp(0) = 1, not NaN
 
 
 def attention(
@@ -38,7 +38,7 @@ def attention(
     window: int | None,
     head_scale: float,
 ) -> jax.Array:
-    """`pallas_kernels.attention.attention`, for S a multiple of BLOCK."""
+    """Computes `pallas_kernels.attention.attention`. S is a multiple of BLOCK."""
     b, t, h, e = queries.shape
     tiles = -(-t // ROW_TILE)
     pad = ((0, 0), (0, tiles * ROW_TILE - t))
@@ -61,9 +61,10 @@ def attention(
 
 
 class _Sight(NamedTuple):
-    """The slots that a tile of a row's tokens sees. token: int32[ROW_TILE], the tokens' numbers.
+    """The slots that a tile of tokens in one row sees.
 
-    length: the row's context; positions: int32[T]; paths: int32[ROW_TILE, D] in a tree.
+    token: int32[ROW_TILE], the tokens' numbers; length: the row's context; positions: int32[T];
+    paths: int32[ROW_TILE, D] in a tree.
     """
 
     row: jax.Array
@@ -75,14 +76,14 @@ class _Sight(NamedTuple):
 
     @property
     def used(self) -> jax.Array:
-        """Slots that hold entries, those of a path in consecutive ones."""
+        """The number of slots in use, with a path counted as consecutive slots."""
         new = self.positions if self.paths is None else self.paths[0]
         return self.length + new.shape[0]
 
     def new_tokens(self, slots: jax.Array) -> jax.Array:
-        """Which new token slots are for the tile's tokens, negative for none. -> [ROW_TILE, slots]
+        """The new token in each slot, negative for none: int32[ROW_TILE, slots].
 
-        In a chain it is the same for all of them, [1, slots].
+        In a chain all tokens of the tile share it: int32[1, slots].
         """
         new = slots - self.length
         if self.paths is None:
@@ -106,12 +107,12 @@ class _Sight(NamedTuple):
 
 
 def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -> jax.Array:
-    """One tile. queries: f32[K, R, E], R = ROW_TILE · H / K."""
+    """Attends one tile. queries: f32[K, R, E], R = ROW_TILE · H / K."""
     kv_heads, r, e = queries.shape
     per_head = r // ROW_TILE
 
     def add(carry: State, k: jax.Array, v: jax.Array, slots: jax.Array) -> State:
-        """Takes a block in. k, v: f32[BLOCK, K, E]."""
+        """Adds a block. k, v: f32[BLOCK, K, E]."""
         maximum, total, acc = carry
         scores = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (1,))), precision="highest")
         seen = jnp.repeat(sight.visible(slots), per_head, axis=0)[None]
@@ -119,7 +120,7 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_maximum[:, :, None]), 0)
         keep = jnp.exp(maximum - new_maximum)
-        # 0 · NaN is NaN: values that are not finite must reach only the queries that see them.
+        # 0 · NaN is NaN, so values that are not finite are kept from queries that do not see them.
         finite = jnp.all(jnp.isfinite(v), axis=-1)
         spoilt = jnp.any(seen & ~finite.T[:, None], axis=-1, keepdims=True)
         v = jnp.where(finite[:, :, None], v, 0)

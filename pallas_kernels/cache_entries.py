@@ -1,12 +1,12 @@
-"""Keys or values of every cache slot: in 16 or 32 bits, or quantized to 8 or 4.
+"""Keys or values of every cache slot, with 16 or 32 bits or quantized to 8 or 4.
 
-Quantized entries have one scale and one zero per slot and head (Atom section 4.4; QuaRot's groups,
-where they are as wide as a head). Both are computed from the entry itself, so an entry depends on
-its token alone, and all readers read the same values.
+Quantized entries have one scale and one zero per slot and head (Atom section 4.4; QuaRot's groups
+if they are as wide as a head). Both are computed from the entry itself, so an entry depends only on
+its token, and all readers see the same values.
 
-Keys are quantized after RoPE, because attention then reads them as they are. Atom quantizes them
-before it, since RoPE mixes large features with small ones, and must rotate them at every read.
-QuaRot's rotation of the keys evens such features out at every write.
+Keys are quantized after RoPE, so attention reads them as they are. Atom quantizes them before,
+because RoPE mixes large features with small ones, and must rotate them at every read. QuaRot's
+rotation of the keys evens out such features at every write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class QuantizedEntries:
     """x[b, s, k, e] = (code[b, s, k, e] - zeros[b, s, k]) · scales[b, s, k].
 
     codes: uint8[B, S, K, E]. With 4 bits, uint8[B, S, K, E / 2]: the low nibbles hold the first
-        half of a head's features, the high ones the second.
+        half of a head's features, the high nibbles the second half.
     scales: f32[B, S, K].
     zeros: uint8[B, S, K], the codes that stand for zero.
     bits: 8 or 4.
@@ -58,8 +58,8 @@ def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> En
 
     Args:
       shape: (B, S, K, E).
-      dtype: the type of entries that are not quantized, "bfloat16" or "float32".
-      bits: 16 for entries that are not quantized, else 8 or 4.
+      dtype: the type of unquantized entries, "bfloat16" or "float32".
+      bits: 8 or 4, or 16 for unquantized entries.
     """
     if bits == 16:
         return jnp.zeros(shape, jnp.uint16 if dtype == "bfloat16" else jnp.float32)
@@ -69,7 +69,7 @@ def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> En
 
 
 def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.Array) -> Entries:
-    """Writes new: bf16 or f32[B, T, K, E] at [rows, slots], and nothing past the last slot."""
+    """Writes new: bf16 or f32[B, T, K, E] at [rows, slots]. Drops slots past the last."""
     if isinstance(entries, QuantizedEntries):
         parts: Entries = quantize_entries(new, entries.bits)
     elif entries.dtype == jnp.uint16:
@@ -85,7 +85,7 @@ def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.
 
 
 def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """Slots start … start + size - 1 of one row: f32[size, K, E]."""
+    """Reads slots start … start + size - 1 of one row: f32[size, K, E]."""
 
     def cut(part: jax.Array) -> jax.Array:
         others = part.shape[2:]
@@ -95,14 +95,14 @@ def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) ->
 
 
 def read_slots(entries: Entries, row: jax.Array, slots: jax.Array) -> jax.Array:
-    """The given slots of one row: int32[N] -> f32[N, K, E]."""
+    """Reads the given slots of one row: int32[N] -> f32[N, K, E]."""
     return _values(jax.tree.map(lambda part: part[row, slots], entries))
 
 
 def move_entries(
     entries: Entries, rows: jax.Array, sources: jax.Array, targets: jax.Array
 ) -> Entries:
-    """Copies [rows, sources] to [rows, targets], and nothing past the last slot."""
+    """Copies [rows, sources] to [rows, targets]. Drops targets past the last slot."""
 
     def move(part: jax.Array) -> jax.Array:
         return part.at[rows, targets].set(part[rows, sources], mode="drop")
@@ -123,7 +123,7 @@ def _values(entries: Entries) -> jax.Array:
 def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
     """Rounds every head's vector to its own asymmetric grid, which contains zero.
 
-    A vector becomes zeros if its scale would be too small for a normal float32.
+    A vector whose scale would be subnormal in float32 becomes zeros.
 
     Args:
       x: bf16 or f32[..., K, E].
@@ -132,7 +132,7 @@ def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
     x = x.astype(jnp.float32)
     levels = 2**bits - 1
     low, high = jnp.minimum(jnp.min(x, axis=-1), 0), jnp.maximum(jnp.max(x, axis=-1), 0)
-    # Explicit reciprocals, because XLA replaces some divisions by them and not others.
+    # Explicit reciprocals, because XLA replaces only some divisions by them.
     scales = (high - low) * (1 / levels)
     scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))

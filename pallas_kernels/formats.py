@@ -1,19 +1,19 @@
-"""The weight formats, as pytrees, and how weights are built from integers or codes.
+"""The weight formats as pytrees, built from integers or codes.
 
-One storage serves every kernel: `packed` holds two 4-bit integers per byte in blocks of 256 along
-the input dimension. Byte r of a block holds weight k = r in its low nibble and k = r + 128 in its
-high one. So a nibble plane is 128 consecutive inputs, which is the default group, and unpacking
-never interleaves. Integers are two's complement, floats E2M1.
+All kernels share one storage. `packed` holds two 4-bit integers per byte in blocks of 256 along the
+input dimension. Byte r of a block holds weight k = r in its low nibble and k = r + 128 in its high
+nibble. A nibble plane is therefore 128 consecutive inputs, the default group, and unpacking never
+interleaves. Integers are two's complement, floats are E2M1.
 
-The columns of a weight may be stored in another order than the model's inputs, so that inputs of
-one group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales, zeros and minima
+The columns of a weight may be stored in another order than the model's inputs, so that the inputs
+of a group are consecutive (GPTQ's act-order, Atom's reordering). Groups, scales, zeros and minima
 follow the stored order.
 
 For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.interleave`). The shapes
-below are those of a weight that is stored row by row.
+below are those of a weight stored row by row.
 
-Left out on purpose: the values that a weight stands for (`pallas_kernels.weight_values`),
-quantization recipes (`checkpoints_tools.quantization`) and arithmetic (`pallas_kernels.matmul`).
+Other modules hold the values of weights (`pallas_kernels.weight_values`), quantization methods
+(`checkpoints_tools.quantization`) and arithmetic (`pallas_kernels.matmul`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def padded_inputs(k: int) -> int:
 
 
 class _Arrays:
-    """What all formats share."""
+    """Properties that all formats share."""
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +64,9 @@ class Int8Weight(_Arrays):
     zeros: int8[N, groups], the integers that stand for zero; None for a symmetric weight.
     order: int32[K], a permutation: stored column k multiplies input order[k]. None for the inputs'
         own order.
-    out_features: N where the rows are interleaved, else None.
-    minima: the values of the smallest integer, of the scales' shape and dtype. Minima of padding
-        are zero. None without; a weight with minima has no zeros.
+    out_features: N if the rows are interleaved, else None.
+    minima: the values of the smallest integer, in the scales' shape and dtype, or None. Minima of
+        padding are zero. A weight with minima has no zeros.
     """
 
     integers: jax.Array
@@ -90,8 +90,8 @@ class Int8Weight(_Arrays):
 class Outliers:
     """Input columns that are kept at 8 bits (Atom's mixed precision, QSpec section 4.1).
 
-    columns: int32[O], the numbers of the model's inputs, each once, whatever the order of the other
-        columns. Their 4-bit entries stand for zero.
+    columns: int32[O], distinct indices of the model's inputs, independent of `order`. Their 4-bit
+        entries stand for zero.
     weight: (N, O). Its inputs take 8-bit activations where the others take 8 or 4 bits.
     """
 
@@ -118,9 +118,9 @@ class Int4Weight(_Arrays):
         own order.
     activation_clip: the share of a group's largest activation that "a4" represents; larger ones are
         clipped (Atom, section 4.2).
-    out_features: N where the rows are interleaved, else None.
-    minima: the values of the smallest integer, of the scales' shape and dtype. Minima of padding
-        are zero. None without; a weight with minima has no zeros and no outliers.
+    out_features: N if the rows are interleaved, else None.
+    minima: the values of the smallest integer, in the scales' shape and dtype, or None. Minima of
+        padding are zero. A weight with minima has neither zeros nor outliers.
     """
 
     packed: jax.Array
@@ -150,7 +150,7 @@ class Mxfp4Weight(_Arrays):
     packed: uint8[N, ceil(K / 256) · 128], two codes per byte (layout above).
     scales: uint8[N, groups], E8M0; 255 stands for NaN. Scales of padding are 1.
     in_features: K, before padding.
-    out_features: N where the rows are interleaved, else None.
+    out_features: N if the rows are interleaved, else None.
     """
 
     packed: jax.Array
@@ -178,7 +178,7 @@ class Bfloat16Weight(_Arrays):
     XLA:CPU would keep a float32 copy of a bfloat16 array.
 
     bits: uint16[N, K].
-    out_features: N where the rows are interleaved, else None.
+    out_features: N if the rows are interleaved, else None.
     """
 
     bits: jax.Array
@@ -196,12 +196,12 @@ Weight = jax.Array | Bfloat16Weight | Quantized
 
 
 def is_format(value: object) -> bool:
-    """Whether a value is a weight in one of the formats, rather than an array or a tree."""
+    """Whether a value is a weight in one of the formats, not an array or another tree."""
     return isinstance(value, Bfloat16Weight | Quantized)
 
 
 def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
-    """Puts an unquantized matrix in the form that kernels read.
+    """Converts an unquantized matrix to the form that kernels read.
 
     Args:
       values: bf16 or f32[N, K].
@@ -215,11 +215,11 @@ def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
 
 
 def check_plain_columns(weight: Weight) -> None:
-    """Raises ValueError for a weight with outliers or an order, which `matmul` takes care of."""
+    """Raises ValueError for a weight with outliers or an order, which only `matmul` handles."""
     for name in ("outliers", "order"):
         if getattr(weight, name, None) is not None:
             raise ValueError(
-                f"weight must have no {name} here, got some; pallas_kernels.matmul takes care of it"
+                f"weight must have no {name} here, got some; pallas_kernels.matmul handles it"
             )
 
 
@@ -243,13 +243,13 @@ def pack(q: jax.Array) -> jax.Array:
 
 
 def nibbles(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The integers of the low nibbles and of the high ones: uint8[N, P] -> int8[N, P] twice."""
+    """The integers of the low and of the high nibbles: uint8[N, P] -> int8[N, P] twice."""
     signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
     return signed << 4 >> 4, signed >> 4
 
 
 def unpack(packed: jax.Array) -> jax.Array:
-    """Undoes `pack`, but keeps the padding: uint8[N, P] -> int8[N, 2 · P]."""
+    """Inverts `pack`, but keeps the padding: uint8[N, P] -> int8[N, 2 · P]."""
     n = packed.shape[0]
     planes = (plane.reshape(n, -1, PLANE) for plane in nibbles(packed))
     return jnp.stack(tuple(planes), axis=2).reshape(n, -1)
@@ -271,12 +271,10 @@ def int4_from_integers(
       group_size: inputs per scale: 32, 64, 128, or None for one scale per output channel.
       zeros: int8 of the scales' shape; None for a symmetric weight.
       order: int32[K], the input of every column of q; None for the inputs' own order.
-      minima: the values of the integer -8, of the scales' shape and dtype; None without. A weight
-        has zeros or minima.
+      minima: the values of the integer -8, in the scales' shape and dtype, or None.
 
     Raises:
-      ValueError: shapes, dtypes or the group size do not fit together, or there are zeros and
-        minima.
+      ValueError: shapes, dtypes or the group size do not match, or both zeros and minima are given.
     """
     k = q.shape[1]
     scales, zeros, minima = _padded_parts(q.shape, group_size, scales, zeros, minima)
@@ -296,14 +294,14 @@ def int8_from_integers(
 
     Args:
       q: int8[N, K].
-      scales: as for `int4_from_integers`, and so are the other arguments.
-      group_size: inputs per scale.
-      zeros: the integers that stand for zero.
-      order: the input of every column.
-      minima: the values of the integer -128.
+      scales: as in `int4_from_integers`.
+      group_size: as in `int4_from_integers`.
+      zeros: as in `int4_from_integers`.
+      order: as in `int4_from_integers`.
+      minima: the values of the integer -128, in the scales' shape and dtype, or None.
 
     Raises:
-      ValueError: as `int4_from_integers`.
+      ValueError: as in `int4_from_integers`.
     """
     k = q.shape[1]
     scales, zeros, minima = _padded_parts(q.shape, group_size, scales, zeros, minima)
@@ -320,7 +318,7 @@ def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
       scales: uint8[N, ceil(K / 32)].
 
     Raises:
-      ValueError: shapes or dtypes do not fit together.
+      ValueError: shapes or dtypes do not match.
     """
     scales = _padded_groups("scales", scales, codes.shape, MXFP4_GROUP, ("uint8",), E8M0_ONE)
     return Mxfp4Weight(pack(codes.astype(jnp.int8)), scales, codes.shape[1])
@@ -333,7 +331,7 @@ def _padded_parts(
     zeros: jax.Array | None,
     minima: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Scales, zeros and minima, checked and padded."""
+    """Checks and pads scales, zeros and minima."""
     check_one_offset(zeros, minima)
     scales = _padded_groups("scales", scales, shape, group_size, SCALE_DTYPES)
     if zeros is not None:
@@ -344,7 +342,7 @@ def _padded_parts(
 
 
 def check_one_offset(zeros: jax.Array | None, minima: jax.Array | None) -> None:
-    """Raises ValueError if a weight has zeros and minima."""
+    """Raises ValueError if a weight has both zeros and minima."""
     if zeros is not None and minima is not None:
         raise ValueError("a weight must have zeros or minima, got both")
 
@@ -362,7 +360,7 @@ def _padded_groups(
     dtypes: tuple[str, ...],
     padding: int = 0,
 ) -> jax.Array:
-    """Checks the values of the groups of a matrix of `shape`, and adds those of its padding."""
+    """Checks the groups' values of a matrix of `shape`, and adds those of its padding."""
     check_group_size(group_size)
     n, k = shape
     groups = 1 if group_size is None else -(-k // group_size)
@@ -387,14 +385,14 @@ def integers(weight: Quantized) -> jax.Array:
 
 
 def e2m1_integers(codes: jax.Array) -> jax.Array:
-    """Twice the values of E2M1 codes, which `nibbles` has sign-extended: int8 -> int8."""
-    code = codes & 7  # to 0, 1, 2, 3, 4, 6, 8, 12: from 2 on two bits, the first set, shifted
+    """Doubles the values of E2M1 codes that `nibbles` has sign-extended: int8 -> int8."""
+    code = codes & 7  # 0 … 7 become 0, 1, 2, 3, 4, 6, 8, 12
     magnitude = jnp.where(code < 2, code, (2 | (code & 1)) << jnp.maximum((code >> 1) - 1, 0))
     return jnp.where(codes < 0, -magnitude, magnitude).astype(jnp.int8)
 
 
 def zero_points(weight: Quantized) -> jax.Array | None:
-    """The integers to which minima and scales are relative: int8[N, groups]. None for zero."""
+    """The integers that the values are relative to: int8[N, groups]; None for zero."""
     if isinstance(weight, Mxfp4Weight):
         return None
     if weight.minima is None:
@@ -407,7 +405,7 @@ def group_scales(weight: Quantized) -> jax.Array:
     if not isinstance(weight, Mxfp4Weight):
         return weight.scales.astype(jnp.float32)
     code = weight.scales.astype(jnp.uint32)
-    # The bits of 2^(code - 128), which is half the E8M0 value because the integers are doubled. The
-    # two smallest are subnormal.
+    # The bits of 2^(code - 128): half the E8M0 value, because the integers are doubled. The two
+    # smallest are subnormal.
     bits = jnp.where(code > 1, (code - 1) << 23, jnp.uint32(1 << 21) << code)
     return jax.lax.bitcast_convert_type(jnp.where(code == 255, 0x7FC00000, bits), jnp.float32)

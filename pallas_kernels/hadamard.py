@@ -1,17 +1,17 @@
-"""Hadamard matrices, and the fast transform by them (QuaRot, section 3.1).
+"""Hadamard matrices and the fast Hadamard transform (QuaRot, section 3.1).
 
 A Hadamard matrix of order n has entries ±1 and H · Hᵀ = n · I, so H / √n is a rotation. It mixes
-every input into every output, which spreads outliers over all of them. Such a matrix can exist for
-n = 1, 2 and multiples of 4. This module builds
+every input into every output, which spreads outliers over all of them. Hadamard matrices can exist
+for n = 1, 2 and multiples of 4. This module builds
 
     2^k                      Sylvester's: H₂ ⊗ H₂ ⊗ …
     p + 1, 2 · (p + 1)       Paley's two constructions, p prime
     4 · m                    Williamson's, for the m below that Paley's leave out
 
-and all products of these, since H_a ⊗ H_b is a Hadamard matrix of order a · b. That gives every
-multiple of 4 below 188 but 156, and the sizes of all supported models' layers. Where there is none,
-as for some numbers of heads, equal blocks are rotated, of the largest size that divides n and has a
-matrix: 14 heads are rotated two by two.
+and all products of these, because H_a ⊗ H_b is a Hadamard matrix of order a · b. That covers every
+multiple of 4 below 188 except 156, and the layer sizes of all supported models. For other n, such
+as some numbers of heads, equal blocks are rotated, of the largest size that divides n and has a
+matrix. For example, 14 heads are rotated in pairs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.platforms import by_platform
 from pallas_kernels.settings import own_settings
 
 # Per m, four symmetric sequences of ±1 with period m whose periodic autocorrelations add up to
-# zero. Bit i is set where entries i + 1 and m - i - 1 are -1. A computer search found them.
+# zero, found by computer search. Bit i is set where entries i + 1 and m - i - 1 are -1.
 WILLIAMSON = {
     13: (0x18, 0x2C, 0x21, 0x2A),
     23: (0x29F, 0x2F0, 0x31A, 0x48A),
@@ -43,9 +43,9 @@ WILLIAMSON = {
 @partial(jax.jit, static_argnames="axis")
 @own_settings()
 def hadamard(x: Float32[Array, "*shape"], axis: int = -1) -> Float32[Array, "*shape"]:
-    """Rotates one axis by a Hadamard matrix: y = H · x / √n, in blocks where there is none for n.
+    """Rotates one axis by a Hadamard matrix: y = H · x / √n, in blocks if none is known for n.
 
-    The order of the additions is fixed by n, so the result is the same in every batch and program.
+    n alone fixes the order of additions, so the result is the same in every batch and program.
 
     Args:
       x: f32[...].
@@ -79,7 +79,7 @@ def hadamard(x: Float32[Array, "*shape"], axis: int = -1) -> Float32[Array, "*sh
 
 
 def reference(x: jax.Array, *matrices: jax.Array, scale: float) -> jax.Array:
-    """Computes y = scale · (matrices ⊗ Sylvester's) · x in plain jnp, addition by addition.
+    """Computes y = scale · (matrices ⊗ Sylvester's) · x in plain jnp, in a fixed order.
 
     Args:
       x: f32[B, n, R], rotated over its middle axis.
@@ -113,8 +113,8 @@ def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:
 def _butterflies(x: jax.Array) -> jax.Array:
     """Multiplies x: f32[L, 2^k, R] over its middle axis by Sylvester's matrix, in k stages."""
 
-    # Pairs are neighbours and results go to the two halves, so every stage is the same. The stages
-    # are a loop, because XLA would fuse unrolled ones and compute each sum many times.
+    # Pairs are adjacent and results go to the two halves, so all stages are alike. The stages are a
+    # loop, because XLA would fuse unrolled ones and compute each sum many times.
     def stage(_: jax.Array, x: jax.Array) -> jax.Array:
         first, second = x[:, 0::2], x[:, 1::2]
         return jnp.concatenate((first + second, first - second), axis=1)
@@ -125,20 +125,19 @@ def _butterflies(x: jax.Array) -> jax.Array:
 
 @cache
 def rotation_size(n: int) -> int:
-    """The largest divisor of n for which this module builds a matrix; n itself for most sizes."""
+    """The largest divisor of n for which this module builds a matrix, usually n itself."""
     return next(d for d in range(n, 0, -1) if n % d == 0 and dense_orders(d) is not None)
 
 
 @cache
 def dense_orders(n: int) -> tuple[int, ...] | None:
-    """The orders of the matrices whose product with a power of two has order n.
+    """The orders of the dense factors of a matrix of order n; the rest is a power of two.
 
-    They are not powers of two, and of all choices these have the smallest sum. For n = 2 the order
-    is 2: a butterfly would be a loop of one iteration, which XLA unrolls and may fuse with a
-    multiplication before it.
+    The orders are not powers of two and have the smallest possible sum. For n = 2 the order is 2,
+    because XLA would unroll a loop of one butterfly and could fuse it with an earlier product.
 
     Returns:
-      The orders; None where no Hadamard matrix of order n is known.
+      The orders; None if no Hadamard matrix of order n is known.
     """
     if n & (n - 1) == 0:
         return (2,) if n == 2 else ()
@@ -172,7 +171,7 @@ def hadamard_matrix(n: int) -> np.ndarray:
       int8[n, n] of ±1.
 
     Raises:
-      ValueError: no such matrix is known.
+      ValueError: n is not one of these.
     """
     if n == 2:
         return np.array([[1, 1], [1, -1]], np.int8)

@@ -1,11 +1,11 @@
-"""Interleaves the rows of weights, which is how a CPU reads them fastest.
+"""Interleaves the rows of weights, the layout that CPUs read fastest.
 
-Memory is read fastest from end to end, and a vector register multiplies one word (4 bytes) of
-inputs for each of several neighbouring outputs. So the words of TILE rows stand side by side:
+Sequential reads are the fastest, and a vector register multiplies one word (4 bytes) of inputs for
+each of several adjacent outputs. The words of TILE rows are therefore stored side by side:
 
     [N, C] -> [ceil(N / TILE), C / per_word, TILE · per_word],  per_word values in a word
 
-Scales, zeros and minima count as words of one value. Rows that the last tile lacks are zero.
+Scales, zeros and minima count as words of one value. The last tile is padded with rows of zeros.
 `by_rows` is the exact inverse.
 """
 
@@ -22,17 +22,17 @@ import numpy as np
 
 from pallas_kernels.formats import Weight
 
-TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors take a part of a tile
-# The arrays of a weight that have a row per output, and how many of their values make a word.
+TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors use part of a tile
+# The arrays of a weight that have a row per output, and the number of their values in a word.
 PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}
 
 AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 
 def interleave(weight: AnyWeight) -> AnyWeight:
-    """The same weight with its rows interleaved.
+    """Interleaves the rows of a weight.
 
-    Plain arrays stay as they are, and so do matrices whose rows are not whole words.
+    Plain arrays are returned unchanged, and so are matrices whose rows are not whole words.
     """
     if isinstance(weight, jax.Array) or is_interleaved(weight):
         return weight
@@ -49,7 +49,7 @@ def is_interleaved(weight: Weight) -> bool:
 
 
 def by_rows(weight: AnyWeight) -> AnyWeight:
-    """The same weight stored row by row: the inverse of `interleave`."""
+    """Stores a weight row by row: the inverse of `interleave`."""
     if not is_interleaved(weight):
         return weight
     n = weight.shape[0]
@@ -91,7 +91,7 @@ def _matrices(weight: Any) -> Iterator[tuple[str, jax.Array, int]]:
 
 
 def _replace(weight: Any, change: Callable[[Weight], Weight], **fields: Any) -> Any:
-    """The weight with other fields, and `change` applied to its outliers."""
+    """Replaces fields of a weight and applies `change` to its outliers."""
     outliers = getattr(weight, "outliers", None)
     if outliers is not None:
         fields["outliers"] = dataclasses.replace(outliers, weight=change(outliers.weight))
@@ -101,7 +101,7 @@ def _replace(weight: Any, change: Callable[[Weight], Weight], **fields: Any) -> 
 def _interleave(values: jax.Array, per_word: int) -> jax.Array:
     n, c = values.shape
     padding = ((0, -n % TILE), (0, 0))
-    traced = isinstance(values, jax.core.Tracer)  # NumPy compiles nothing, so it does the others
+    traced = isinstance(values, jax.core.Tracer)  # NumPy serves concrete arrays without compiling
     padded: Any = jnp.pad(values, padding) if traced else np.pad(np.asarray(values), padding)
     words = padded.reshape(-1, TILE, c // per_word, per_word)
     tiles = words.swapaxes(1, 2).reshape(-1, c // per_word, TILE * per_word)

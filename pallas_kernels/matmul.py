@@ -1,6 +1,6 @@
-"""The one door to every matrix kernel: `matmul` checks its arguments and picks the implementation.
+"""The entry to every matrix kernel: `matmul` checks its arguments and picks the implementation.
 
-A kernel multiplies by plain columns. Outliers, stored orders and clipping are taken care of here.
+Kernels multiply by plain columns. This module handles outliers, stored orders and clipping.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kernel(Protocol):
 
 
 def _one_by_one(matmul: Callable[[jax.Array, Any, Activation], jax.Array]) -> Kernel:
-    """Makes a kernel of several weights from one that multiplies by one."""
+    """Makes a kernel for several weights from one for a single weight."""
 
     def kernel(
         x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
@@ -90,17 +90,17 @@ def matmul(
     Args:
       x: bf16 or f32[..., K].
       weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
-        plain bf16 or f32[N, K]; or a tuple of them, for which x is quantized once.
+        plain bf16 or f32[N, K]; or a tuple of weights, for which x is quantized once.
       activation: "a16" dequantizes the weight and takes x as it is. "a8" and "a4" quantize x per
         token and group and multiply integers. Outlier columns then take 8 bits, and a weight's
-        `activation_clip` applies to "a4". An unquantized weight takes "a16" only.
+        `activation_clip` applies to "a4". An unquantized weight accepts only "a16".
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:
       f32[..., N]; a tuple of them for a tuple of weights.
 
     Raises:
-      ValueError: the shapes, a dtype, the activation or the implementation do not fit.
+      ValueError: shapes do not match, or a dtype, `activation` or `implementation` is not accepted.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
     check_activation(activation)
@@ -125,7 +125,7 @@ def _products(
 def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kernel) -> jax.Array:
     """x: [M, K] -> f32[M, N], for a weight with outliers, an order or a clip.
 
-    Outliers are multiplied apart: they must not set the scales of the groups that they left.
+    Outliers are multiplied separately, so they do not affect the scales of the other inputs.
     """
     outliers, order = _outliers(weight), _order(weight)
     inner = x
@@ -146,7 +146,7 @@ def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kerne
 
 
 def _reads_all_alike(weight: Weight, activation: Activation) -> bool:
-    """Whether kernels can read x as it is: no outliers, no order and no clip."""
+    """Whether kernels can read x unchanged: no outliers, no order and no clip."""
     return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
 
@@ -163,7 +163,7 @@ def _clip(weight: Weight, activation: Activation) -> float:
 
 
 def _gpu_matmul(x: jax.Array, weight: Quantized, activation: Activation) -> jax.Array:
-    """Uses Hopper's kernel where it serves this device and shape, else the one for all GPUs."""
+    """Calls the Hopper kernel if it serves this device and shape, else the one for all GPUs."""
     from pallas_kernels import mosaic_gpu, triton_gpu
 
     hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
@@ -172,7 +172,7 @@ def _gpu_matmul(x: jax.Array, weight: Quantized, activation: Activation) -> jax.
 
 
 def _has_accelerator_kernel(weight: Weight) -> bool:
-    """Whether GPUs and TPUs have a kernel for the weight; the reference serves the others."""
+    """Whether GPUs and TPUs have a kernel for the weight. The reference serves all others."""
     return isinstance(weight, Quantized) and not (
         isinstance(weight, Int8Weight) and weight.zeros is not None
     )

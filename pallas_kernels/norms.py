@@ -1,4 +1,4 @@
-"""Root-mean-square norm; a row's result does not depend on the other rows."""
+"""Root-mean-square norm. A row's result does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def rms_norm(
 ) -> Float[Array, "*rows D"]:
     """Computes x / sqrt(mean(x²) + eps) · scale over the last axis.
 
-    The arithmetic is float32; the result is then rounded to `dtype`.
+    The arithmetic is float32, and the result is rounded to `dtype`.
 
     Args:
       x: bf16 or f32[..., D].
       scale: bf16 or f32[D].
       eps: added to the mean.
-      dtype: the result's, bfloat16 or float32.
+      dtype: the result's dtype, bfloat16 or float32.
 
     Returns:
       `dtype`[..., D].
 
     Raises:
-      ValueError: the shapes or a dtype do not fit.
+      ValueError: the shapes do not match, or a dtype is not accepted.
     """
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale must have the shape of x's last axis {x.shape}, got {scale.shape}")
@@ -58,19 +58,21 @@ def rms_norm(
 def reference(
     x: jax.Array, scale: jax.Array, eps: float, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`rms_norm` in plain jnp, which the C++ is tested against."""
+    """Computes `rms_norm` in plain jnp. The C++ library is tested against it."""
     values = x.astype(jnp.float32)
     inverse = lax.rsqrt(_sum(values * values) / x.shape[-1] + eps)
     return round_to(values * inverse * scale.astype(jnp.float32), dtype)
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Sums over the last axis in an order that the batch does not change. f32[..., D] -> [..., 1].
+    """Sums over the last axis in an order that does not depend on the batch.
+
+    f32[..., D] -> f32[..., 1]
 
     XLA:CPU orders a reduction differently for different batch shapes, but not a matrix product of
-    one shape. So the sum is a product with ones there, a tile of rows at a time. There are two
-    columns of ones, because XLA compiles a product with one column itself, in an order that may
-    depend on the code around it, and calls the library of matrix products for two.
+    fixed shape. On CPUs the sum is therefore a product with ones, one tile of rows at a time. The
+    ones have two columns, because XLA calls its matrix library for two. It compiles a product with
+    one column itself, in an order that may depend on the surrounding code.
     """
     ones = jnp.ones((2, x.shape[-1]), jnp.float32)
 

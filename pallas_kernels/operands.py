@@ -1,4 +1,4 @@
-"""Checks the operands of accelerators' matrix kernels and quantizes x for them."""
+"""Checks the operands of accelerator matrix kernels and quantizes x for them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pallas_kernels.weight_checks import check_arrays
 
 
 def check(x: jax.Array, weight: Quantized, activation: Activation) -> None:
-    """Raises ValueError unless x: bf16 or f32[M, K] fits the weight and nothing is empty.
+    """Raises ValueError unless x: bf16 or f32[M, K] matches the weight and neither is empty.
 
-    The weight's arrays must have the shapes and dtypes of its format, which kernels rely on.
+    The weight's arrays must have the shapes and dtypes of its format.
     """
     check_activation(activation)
     if not isinstance(weight, Quantized):
@@ -43,13 +43,13 @@ def multiplicands(
 
 
 def group_parts(weight: Quantized) -> dict[str, jax.Array]:
-    """Scales, and zeros or minima where there are some: [N, groups] by name."""
+    """The weight's scales, and its zeros or minima if any: [N, groups] by name."""
     parts = {name: getattr(weight, name, None) for name in ("scales", "zeros", "minima")}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def group_sums(values: jax.Array, group_size: int | None) -> jax.Array:
-    """Σ over a group of x: [M, K] -> f32[M, groups], by halves, in one order for every M."""
+    """Sums each group of x: [M, K] -> f32[M, groups], by halves, in one order for every M."""
     parts = values.astype(jnp.float32).reshape(values.shape[0], -1, group_size or PLANE)
     while parts.shape[-1] > 1:
         half = parts.shape[-1] // 2
@@ -57,7 +57,7 @@ def group_sums(values: jax.Array, group_size: int | None) -> jax.Array:
     sums = parts[:, :, 0]
     if group_size is not None:
         return sums
-    total = sums[:, :1]  # of integers exact: at most 127 · K < 2^24
+    total = sums[:, :1]  # exact for integers: at most 127 · K < 2^24
     for i in range(1, sums.shape[1]):
         total += sums[:, i : i + 1]
     return total

@@ -1,8 +1,8 @@
-"""One operation with a kernel per platform, of which only the needed ones are traced.
+"""One operation with a kernel per platform, each traced only when it is needed.
 
-`jax.lax.platform_dependent` traces every platform's kernel wherever the operation occurs, and to
-trace the Pallas kernels of GPUs and TPUs takes longer than to trace the rest of a model. Here a
-kernel is traced when a program is lowered for its platform.
+`jax.lax.platform_dependent` traces every platform's kernel wherever the operation occurs. Tracing
+the Pallas kernels of GPUs and TPUs takes longer than tracing the rest of a model. Here a kernel is
+traced when a program is lowered for its platform.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def by_platform(
 
     Args:
       *operands: the kernels' arguments, trees of arrays.
-      result: what the kernels return, with a jax.ShapeDtypeStruct for every array.
-      default: serves the platforms that have no kernel of their own.
+      result: the tree of the kernels' results, with a jax.ShapeDtypeStruct for every array.
+      default: the kernel of platforms that have none of their own.
       **kernels: kernels by platform: cpu, cuda, tpu. They must not close over traced arrays.
 
     Returns:
-      What the kernel returns.
+      The kernel's result.
     """
     leaves, tree = jax.tree.flatten(operands)
     shapes, out_tree = jax.tree.flatten(result)
@@ -52,9 +52,9 @@ def by_platform(
 
 
 def deferred(package: str, name: str) -> Callable[..., Any]:
-    """A function of one of this package's packages, imported when it is first called.
+    """Defers the import of a subpackage until its function `name` is called.
 
-    To import Pallas for GPUs and TPUs takes half a second.
+    Importing Pallas for GPUs and TPUs takes half a second.
     """
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -82,7 +82,7 @@ _operation.def_abstract_eval(_shapes)
 def _batched(
     leaves: Sequence[Any], axes: Sequence[int | None], *, shapes: Any, **kernels: Flat
 ) -> tuple[list[jax.Array], list[int]]:
-    """The operation under vmap: every kernel under vmap."""
+    """The operation under vmap, with every kernel under vmap."""
     (size,) = {
         leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None
     }

@@ -1,17 +1,17 @@
-"""`matmul` in plain jnp, which defines its meaning: every kernel is tested against it.
+"""`matmul` in plain jnp. It defines the result, and every kernel is tested against it.
 
     a16      y[m, n] = Σ_k x[m, k] · w[n, k]                      in float32
     a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · (qw[n, k] - zero[n, g])
-                       and, where there are minima, + sx[m, g] · minimum[n, g] · Σ_{k in g} qx[m, k]
+                       with minima, plus Σ_g sx[m, g] · minimum[n, g] · Σ_{k in g} qx[m, k]
                                                 the inner sums exactly, the outer in float32
 
 The result is batch-invariant: float products run on tiles of one shape (`row_tiles`), and integer
 sums are exact in any order.
 
-Weights are unpacked OUTPUT_CHUNK outputs at a time, in a loop: that many stay in the cache until
-they are multiplied. Without the loop XLA:CPU would unpack all layers before the first one runs,
-which takes the memory of a 32-bit model. Each nibble plane is multiplied by its own inputs of x,
-because joining the two planes in one matrix costs more than the product.
+A loop unpacks OUTPUT_CHUNK outputs of a weight at a time, which stay in the cache until they are
+multiplied. Without the loop XLA:CPU would unpack all layers before the first one runs, which takes
+the memory of a 32-bit model. Each nibble plane is multiplied by its own inputs of x, because
+joining the two planes in one matrix costs more than the product.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.Array:
-    """x: bf16 or f32[M, K] times weight: (N, K) -> f32[M, N], by the equations above."""
+    """Multiplies x: bf16 or f32[M, K] by weight: (N, K) -> f32[M, N], as defined above."""
     check_plain_columns(weight)
     x = x.astype(jnp.float32)
     if not isinstance(weight, Quantized):
@@ -59,10 +59,10 @@ def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.
 
 
 def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> jax.Array:
-    """Calls `product` with OUTPUT_CHUNK outputs of the weight at a time -> f32[M, N].
+    """Calls `product` on OUTPUT_CHUNK outputs of the weight at a time -> f32[M, N].
 
-    The last chunk overlaps the one before it, because padding would copy the weight. Two outputs or
-    more make at least two chunks, because XLA unrolls a loop of one iteration.
+    The last chunk overlaps the one before it, because padding would copy the weight. Two or more
+    outputs make at least two chunks, because XLA unrolls a loop of one iteration.
     """
     n = weight.shape[0]
     chunk = min(OUTPUT_CHUNK, -(-n // 2))
@@ -81,7 +81,7 @@ def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> 
 
 
 class _Plane(NamedTuple):
-    """The part of a weight in the low or in the high nibbles; all of an `Int8Weight`.
+    """The part of a weight in the low or in the high nibbles, or a whole `Int8Weight`.
 
     integers: int8[N, G, inputs per group]; scales: f32[N, G]; zeros: int8[N, G] or None; minima:
     f32[N, G] or None.
@@ -120,7 +120,7 @@ def _planes(weight: Quantized) -> tuple[_Plane, ...]:
 
 
 def _divide(values: jax.Array, planes: int, run: int) -> tuple[jax.Array, ...]:
-    """Deals runs of `run` consecutive values out to the planes. [R, I] -> [R, I / planes] each."""
+    """Deals runs of `run` consecutive values to the planes: [R, I] -> [R, I / planes] each."""
     runs = values.reshape(values.shape[0], -1, planes, run)
     return tuple(runs[:, :, plane].reshape(values.shape[0], -1) for plane in range(planes))
 
@@ -150,14 +150,14 @@ def _dot(x: jax.Array, values: jax.Array) -> jax.Array:
 def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax.Array:
     """q: int8[M, padded K], q_scales: f32[M, groups] -> f32[M, N].
 
-    Groups are added one after another, because the order of the sum is part of the meaning. All
-    groups at once would be a batch of 8-bit products, which XLA:CPU computes several times slower.
+    Groups are added one after another, because the definition fixes the order of the sum. XLA:CPU
+    is also several times slower at a batch of 8-bit products for all groups.
     """
     planes = _planes(weight)
     groups = planes[0].integers.shape[1]
     parts = [part.reshape(part.shape[0], groups, -1) for part in _divide(q, len(planes), PLANE)]
     parts, planes = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (parts, planes))
-    if weight.group_size is None:  # one group, whose inputs are those of all planes
+    if weight.group_size is None:  # one group spans all planes
         parts, planes = jax.tree.map(lambda leaf: leaf[0], (parts, planes))
         total = jnp.sum(jnp.stack([*map(_group_sum, parts, planes)]), axis=0)
         y = rounded_product(total.astype(jnp.float32), q_scales * planes[0].scales)
@@ -181,7 +181,7 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
 
 
 def _group_sum(q: jax.Array, group: _Plane) -> jax.Array:
-    """Σ q · (integer - zero) of one group. q: int8[M, inputs], group: [N, inputs] -> i32[M, N]."""
+    """Σ q · (integer - zero) over a group: int8[M, inputs], [N, inputs] -> i32[M, N]."""
     total = lax.dot_general(q, group.integers, _CONTRACT_LAST, preferred_element_type=jnp.int32)
     if group.zeros is None:
         return total

@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE), by angles that are computed once per pass.
+"""Rotary position embedding (RoPE) with angles that are computed once per pass.
 
-On CPUs the C++ library does it, because XLA:CPU fuses sine and cosine into the code that reads
-them and would compute them again for every layer and head.
+On CPUs it runs in the C++ library, because XLA:CPU would fuse sine and cosine into the code that
+reads them and compute them again for every layer and head.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def rotate(
     sin: Float32[Array, "*rows E//2"],
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*rows H E"]:
-    """Rotates pairs of features, entry i of a head's first half with entry i of its second.
+    """Rotates pairs of features: entry i of a head's first half with entry i of its second half.
 
-    The arithmetic is float32; the result is then rounded to `dtype`.
+    The arithmetic is float32, and the result is rounded to `dtype`.
 
     Args:
       x: f32[..., H, E], E even.
       cos: f32[..., E / 2], the cosines of each row's angles.
-      sin: f32[..., E / 2], their sines.
-      dtype: the result's, bfloat16 or float32.
+      sin: f32[..., E / 2], the sines of each row's angles.
+      dtype: the result's dtype, bfloat16 or float32.
 
     Returns:
       `dtype`[..., H, E].
 
     Raises:
-      ValueError: the shapes or a dtype do not fit.
+      ValueError: the shapes do not match, or a dtype is not accepted.
     """
     if x.ndim < 2 or x.shape[-1] % 2 or x.dtype != jnp.float32:
         raise ValueError(
@@ -50,7 +50,7 @@ def rotate(
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles.shape != (*x.shape[:-2], x.shape[-1] // 2) or angles.dtype != jnp.float32:
             raise ValueError(
-                f"{name} must be float32 and fit x's shape {x.shape}, "
+                f"{name} must be float32 and match x's shape {x.shape}, "
                 f"got {angles.dtype.name}{list(angles.shape)}"
             )
     check_float("dtype", dtype)
@@ -68,7 +68,7 @@ def rotate(
 def reference(
     x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`rotate` in plain jnp, which the C++ is tested against."""
+    """Computes `rotate` in plain jnp. The C++ library is tested against it."""
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

@@ -1,4 +1,4 @@
-"""The float types of activations, and rounding to them that a compiler keeps."""
+"""The float dtypes of activations, and rounding that compilers do not remove."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_float(name: str, dtype: DTypeLike) -> None:
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds f32[...] to `dtype`, in every program alike.
+    """Rounds f32[...] to `dtype`, alike in every program.
 
     XLA may drop a plain conversion to bfloat16 and back in one program and keep it in another. It
     never drops `reduce_precision`.
@@ -25,10 +25,10 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x · y: f32[...], rounded before anything is added to it, in every program alike.
+    """Computes x · y: f32[...], rounded before any addition, alike in every program.
 
-    A compiler may fuse a product and a sum, which then are rounded once. It does not look for a
-    product behind a selection.
+    A compiler may fuse a product with an addition and round once. It does not fuse through a
+    selection.
     """
     product = x * y
     return jnp.where(product == product, product, jnp.nan)

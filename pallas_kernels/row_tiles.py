@@ -1,8 +1,7 @@
-"""Work on rows in tiles of one shape, which makes a result batch-invariant.
+"""Applies functions to tiles of a fixed number of rows, which makes results batch-invariant.
 
-XLA compiles one program per shape and chooses an order of summation for it: given M rows, XLA:CPU
-takes another algorithm for M = 1 than for M = 2. Here every call has ROW_TILE rows, however many
-rows there are.
+XLA chooses an order of summation for each shape: XLA:CPU uses different algorithms for one row and
+for two. Here every call has ROW_TILE rows, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Tiles = TypeVar("Tiles")  # an array or a tree of arrays
 def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Applies `function` to tiles of exactly ROW_TILE rows: [M, ...] -> [M, ...].
 
-    The rows are padded with zeros. On the CPU the tiles run one after another, so that every call
-    has the same shape; elsewhere they run side by side.
+    The rows are padded with zeros. On CPUs the tiles run one after another, so every call has the
+    same shape. Elsewhere they run in parallel.
     """
     m = x.shape[0]
     tiles = -(-m // ROW_TILE)
@@ -34,7 +33,7 @@ def map_row_tiles(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> j
 
 
 def over_tiles(function: Callable[[Tiles], jax.Array], tiles: Tiles) -> jax.Array:
-    """Maps `function` over the leading axis: a loop on the CPU, one batched call elsewhere."""
+    """Maps `function` over the leading axis: a loop on CPUs, one batched call elsewhere."""
     y: jax.Array = lax.platform_dependent(
         tiles, cpu=lambda xs: lax.map(function, xs), default=jax.vmap(function)
     )

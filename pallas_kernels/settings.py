@@ -1,9 +1,8 @@
-"""JAX's settings of types under which this package traces its programs, whatever the caller's are.
+"""The JAX dtype settings under which this package traces its programs.
 
-Code here writes `jnp.arange(n)` for int32 and `jnp.zeros(n)` for float32, and adds a boolean to an
-integer. Under `jax.enable_x64` the first two would have 64 bits, and strict promotion refuses the
-third. So every compiled function traces its body under `own_settings`, and is the same program
-with any settings around it.
+The code relies on `jnp.arange(n)` being int32, on `jnp.zeros(n)` being float32, and on adding
+booleans to integers. `jax.enable_x64` and strict promotion would break this. Every compiled
+function therefore traces its body under `own_settings`, and a caller's settings do not change it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import jax
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Numbers have 32 bits unless written otherwise, and types mix as NumPy's do.
+    """Sets 32-bit defaults and standard dtype promotion, as a context manager or a decorator.
 
-    A context, and a decorator of functions: it goes below `jax.jit`, so that it costs nothing once
-    a program is compiled.
+    As a decorator it goes below `jax.jit`, so it costs nothing once a program is compiled.
     """
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
         yield

@@ -17,7 +17,7 @@ from pallas_kernels.formats import (
 
 
 def check_arrays(weight: Weight) -> None:
-    """Raises ValueError unless a weight that is stored row by row is as its format says."""
+    """Raises ValueError unless the arrays of a weight, stored row by row, match its format."""
     if isinstance(weight, jax.Array):
         _check("a plain weight", weight, weight.shape, ("bfloat16", "float32"))
         return

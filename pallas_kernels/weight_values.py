@@ -1,4 +1,4 @@
-"""The values that weights stand for, in every format, interleaved or not."""
+"""The values of weights in every format, interleaved or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pallas_kernels.rounding import rounded_product
 
 
 def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
-    """The values of an unquantized weight: bf16 or f32[N, K]. Undoes `formats.plain_weight`."""
+    """The values of an unquantized weight: bf16 or f32[N, K]. Inverts `formats.plain_weight`."""
     weight = by_rows(weight)
     if isinstance(weight, Bfloat16Weight):
         return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
@@ -28,7 +28,7 @@ def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
 
 
 def take_rows(weight: Weight, indices: jax.Array) -> jax.Array:
-    """Rows of a matrix, such as the embeddings of tokens.
+    """Takes rows of a matrix, such as token embeddings.
 
     Args:
       weight: (N, K), in any format.
@@ -45,9 +45,9 @@ def take_rows(weight: Weight, indices: jax.Array) -> jax.Array:
 
 
 def dequantize(weight: Weight) -> jax.Array:
-    """The values that a weight stands for, its columns in the order of the model's inputs.
+    """Computes the values of a weight, with columns in the order of the model's inputs.
 
-    They are exact for 16-bit scales; minima are added with one rounding.
+    The values are exact for 16-bit scales. Adding minima rounds once.
 
     Args:
       weight: (N, K), in any format.

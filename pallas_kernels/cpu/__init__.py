@@ -1,4 +1,4 @@
-"""Kernels for CPUs: a C++ library that XLA calls, for every instruction set that matters."""
+"""Kernels for CPUs: a C++ library that XLA calls, with code for several instruction sets."""
 
 from pallas_kernels.cpu.attention import attention as attention
 from pallas_kernels.cpu.hadamard import hadamard as hadamard

@@ -31,7 +31,7 @@ def attention(
     head_scale: float,
     instruction_set: str | None = None,
 ) -> jax.Array:
-    """`pallas_kernels.attention.attention`, for any number of cache slots.
+    """Computes `pallas_kernels.attention.attention` for any number of cache slots.
 
     Args:
       instruction_set: one of `native.instruction_sets()`; None for the best.
@@ -42,7 +42,7 @@ def attention(
     check_available("attention", instruction_set)
     attributes = {
         "window": np.int64(-1 if window is None else max(window, 0)),
-        "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel's exponents are of 2
+        "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel uses exp2
         "instruction_set": instruction_set or "",
     }
     key_codes, *key_grid = _parts(keys)
@@ -59,7 +59,7 @@ def _parts(entries: Entries) -> tuple[jax.Array | None, ...]:
 
 
 def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
-    """The call, under vmap: a batch of caches is more rows; else calls go one by one."""
+    """The FFI call. Under vmap, batched caches become more rows; other batches run one by one."""
 
     @custom_vmap
     def call(queries: jax.Array, *others: jax.Array | None) -> jax.Array:
@@ -79,7 +79,7 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
             )
             y = call(*rows)
             y = y.reshape(axis_size, -1, *y.shape[1:])
-        else:  # to repeat the caches would cost more than the calls
+        else:  # repeated caches would cost more than repeated calls
             y = lax.map(lambda index: call(*pick(index)), jnp.arange(axis_size))
         return y, True
 
@@ -87,13 +87,13 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
 
 
 def _as_rows(x: jax.Array, axis_size: int, is_batched: bool) -> jax.Array:
-    """[N, B, ...], or [B, ...] for all of the N, -> [N · B, ...]."""
+    """Flattens [N, B, ...] to [N · B, ...], and repeats an unbatched [B, ...] N times."""
     x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
     return x.reshape(-1, *x.shape[2:])
 
 
 def _pick(in_batched: list[bool], operands: Operands, index: jax.Array) -> Operands:
-    """The operands of one call of a batch of them."""
+    """The operands of one call in the batch."""
     return tuple(
         x if x is None or not is_batched else x[index]
         for x, is_batched in zip(operands, in_batched, strict=True)

@@ -10,7 +10,7 @@ from pallas_kernels.cpu.native import check_available
 
 
 def hadamard(x: jax.Array, *matrices: jax.Array, scale: float) -> jax.Array:
-    """`pallas_kernels.hadamard.reference`, the same bits.
+    """Computes `pallas_kernels.hadamard.reference`, bit for bit.
 
     Raises:
       ValueError: the library was not built.

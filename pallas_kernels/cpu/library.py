@@ -1,8 +1,8 @@
-"""Finds the C++ library, also for a package that is imported from a repository.
+"""Finds the C++ library.
 
-An installation has the library beside its modules. Python that starts in a repository's root
-imports the modules there instead, and the library lies where the package is installed. It is used
-if it was built from the same sources.
+An installed package has the library beside its modules. Python started in the root of a repository
+imports the modules there, which have no library. It then uses the library of the installed package,
+if that was built from the same sources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INSTALL = f"install it again: pip install {_ROOT}"
 
 
 class Found(NamedTuple):
-    """The library's file; or None, and why."""
+    """The library's file, or None and the reason why there is none."""
 
     file: Path | None
     reason: str = ""

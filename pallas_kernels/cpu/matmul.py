@@ -17,11 +17,11 @@ from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
 
 Buffers = tuple[jax.Array, ...]
 
-POINTS = ("zeros", "minima")  # parts of a weight that follow its scales; numbered from 1 on
+POINTS = ("zeros", "minima")  # the part that follows the scales, numbered from 1
 
 
 def available() -> bool:
-    """Whether the library was built when the package was installed."""
+    """Whether the library was found, built from this package's sources."""
     return bool(instruction_sets())
 
 
@@ -32,11 +32,16 @@ def matmul(
     activation: Activation = "a16",
     instruction_set: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """x: bf16 or f32[M, K] times weights: (N, K) each -> f32[M, N] each.
+    """Multiplies x by several weights.
 
     Args:
+      x: bf16 or f32[M, K].
+      weights: (N, K) each.
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
       instruction_set: one of `native.instruction_sets()`; None for the best.
+
+    Returns:
+      f32[M, N] for each weight.
 
     Raises:
       ValueError: the library was not built, or this machine lacks the instruction set.
@@ -56,7 +61,7 @@ def matmul(
 
 
 def _parts(weight: Weight) -> tuple[int, int, Buffers]:
-    """A weight as src/matmul/matmul.cc reads it: kind, group size (0 for none), buffers."""
+    """A weight's kind, group size (0 for none) and buffers, for src/matmul/matmul.cc."""
     check_plain_columns(weight)
     weight = plain_weight(weight) if isinstance(weight, jax.Array) else weight
     name = weight.dtype.name if isinstance(weight, jax.Array) else type(weight).__name__
@@ -65,7 +70,7 @@ def _parts(weight: Weight) -> tuple[int, int, Buffers]:
 
 
 def _points(weight: Weight) -> int:
-    """The number of the part that follows the scales; 0 for none."""
+    """The number, in POINTS, of the part that follows the scales; 0 for none."""
     held = [name for name in POINTS if getattr(weight, name, None) is not None]
     return 1 + POINTS.index(held[0]) if held else 0
 
@@ -73,7 +78,7 @@ def _points(weight: Weight) -> int:
 def _batched_by_rows(
     outputs: tuple[int, ...], attributes: dict[str, object]
 ) -> Callable[[jax.Array, Buffers], tuple[jax.Array, ...]]:
-    """The call, under vmap: a batch of x is more rows; batches of weights go one by one."""
+    """The FFI call. Under vmap, batched x becomes more rows; batched weights run one by one."""
 
     @custom_vmap
     def call(x: jax.Array, buffers: Buffers) -> tuple[jax.Array, ...]:

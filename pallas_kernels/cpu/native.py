@@ -27,7 +27,7 @@ _SLOW = "until then XLA alone multiplies 4-bit weights, some three to twenty tim
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets that this machine can run, best first; empty without the library.
 
-    The handlers are registered with XLA by the first call.
+    The first call registers the handlers with XLA.
     """
     file, reason = find()
     if file is None:

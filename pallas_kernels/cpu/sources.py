@@ -1,7 +1,7 @@
-"""The digest of the C++ sources, which the library remembers from its build.
+"""The digest of the C++ sources, which the build stores in the library.
 
-CMake runs this file as a script. An installed package has no sources and compares nothing; a
-repository compares, because the library that is installed may be of other sources.
+CMake runs this file as a script. A repository compares the digests, because the installed library
+may come from other sources. An installed package has no sources and compares nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def digest() -> str | None:
-    """Sixteen hexadecimal digits; None where the package has no sources."""
+    """The digest, sixteen hexadecimal digits; None if the package has no sources."""
     build = HERE / "CMakeLists.txt"
     if not build.is_file():
         return None

@@ -27,7 +27,7 @@ from pallas_kernels.cpu.native import instruction_sets
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
 
 SETS = instruction_sets()
-BLOCK = 256  # kAttentionBlock of src/types.h
+BLOCK = 256  # kAttentionBlock in src/common/types.h
 CACHES = ("float32", "bfloat16", "8 bits", "4 bits")
 OPERANDS = ("queries", "keys", "values", "lengths", "positions", "ancestors")
 
