@@ -1,8 +1,8 @@
-"""Tile products (AMX) on machines without them: the library as built, under an emulator.
+"""Tests tile products (AMX) on machines without them, with the built library and an emulator.
 
-The emulator (tests/native/amx_emulator.c) is preloaded into a process of its own, in which the
-tests of `matmul` and attention run once more. On a machine with tiles they run as they are, and
-this file has nothing to do.
+A separate process preloads the emulator (tests/native/amx_emulator.c) and runs the tests of
+`matmul` and attention again. On a machine with tiles those tests cover AMX, and this file is
+skipped.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ MATMUL, ATTENTION = "tests/kernels/test_matmul.py", "tests/kernels/test_cpu_atte
 def test_by_tiles(
     selection: str, modules: tuple[str, ...], products: int, emulator: Path, tmp_path: Path
 ) -> None:
-    """products: how many kinds there are, of integers and of bfloat16."""
-    # Against float64, whatever the number of rows, and integers as on other instruction sets.
-    # float32 knows no tiles. The handler of faults that pytest brings would replace the emulator's.
+    """products: the number of kinds of tile products that the selection runs, int8 or bfloat16."""
+    # AMX has no float32 tiles. pytest's fault handler would replace the emulator's.
     log = tmp_path / "log"
     environment = os.environ | {
         "LD_PRELOAD": str(emulator),
@@ -66,6 +65,6 @@ def test_by_tiles(
     command += ["-k", "avx512_amx and not float32", "-m", selection]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
-        pytest.skip("the library was built by a compiler that knows no tile products")
+        pytest.skip("the compiler of the library does not support tile products")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sum(int(count) > 0 for count in log.read_text().split()) == products

@@ -1,4 +1,4 @@
-"""Attention by the C++ library: against float64, and bit for bit against itself."""
+"""Compares the C++ library's attention with float64, and with itself bit for bit."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def make_case(
     b: int, t: int, h: int, k: int, e: int, s: int, lengths: list[int], *,
     cache: str = "float32", mask: str | None = None, window: int | None = None, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """Operands of one call. mask: "chain", "tree", or None for a chain that is not written out.
+    """Operands of one call. mask: "chain", "tree", or None for a chain without a mask.
 
-    Who sees which new tokens is there twice: as the mask and as ancestors. All are NumPy's arrays:
-    to cut and change JAX's would be a program for every shape.
+    A case describes visibility both as `mask` and as `ancestors`. All arrays are NumPy's, because
+    slicing JAX arrays would compile a program for every shape.
     """
     rng = np.random.default_rng(seed)
     q = (rng.normal(size=(b, t, h, e)) * 2).astype(np.float32)
@@ -78,7 +78,7 @@ def make_case(
 
 
 def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.ndarray:
-    """The C++ attention of a case with some operands changed."""
+    """Runs the C++ attention on a case, with some operands changed."""
     case = case | changes
     operands = [case[name] for name in OPERANDS]
     options = {"window": case["window"], "head_scale": case["head_scale"]}
@@ -88,10 +88,10 @@ def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.nd
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The result in float64, and a bound on the error of float32.
 
-    A score is a sum of E products, each of relative error under (E + 2) · 2^-24, or one more where
-    a key is a code times its scale; an error of d in all scores changes a weighted mean by at most
-    2 d · max |v|. The mean itself adds the error of its sums, under (S + few) · 2^-24 · max |v| in
-    the worst order; 16 stands for it and for exp2, because sums are short (a block, then blocks).
+    A score is a sum of E products, each with a relative error under (E + 2) · 2^-24, or (E + 3) if
+    a key is a code times its scale. An error d in all scores changes a weighted mean by at most
+    2 d · max |v|. The sums of the mean add an error under (S + few) · 2^-24 · max |v| in the worst
+    order. Sums are short (a block, then blocks), so the bound uses one block and 16, for exp2 too.
     """
 
     def wide(x: np.ndarray | QuantizedEntries) -> np.ndarray:
@@ -129,7 +129,7 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def visible(case: Case, row: int, slots: int) -> np.ndarray:
-    """bool[T, S], by the words of the docstring."""
+    """The visible slots as `attention` documents them: bool[T, S]."""
     t = case["queries"].shape[1]
     length, positions = int(case["lengths"][row]), np.asarray(case["positions"][row])
     mask = np.tril(np.ones((t, t), bool)) if case["mask"] is None else np.asarray(case["mask"][row])
@@ -183,7 +183,7 @@ def test_agrees_with_float64(name: str, instruction_set: str) -> None:
 @pytest.mark.parametrize("cache", CACHES[1:])
 @pytest.mark.covering(1)
 def test_a_mean_of_ones_is_one(cache: str, instruction_set: str) -> None:
-    """A weight keeps its 24 bits on the way to the values: sums err by 2^-21, 16 bits by 2^-17."""
+    """Weights keep 24 bits: sums are within 2^-21, with 16-bit weights only within 2^-17."""
     case = make_case(1, 5, 8, 2, 64, 512, [300], cache=cache)
     if cache == "bfloat16":
         ones: Any = np.full_like(case["values"], 0x3F80)
@@ -200,7 +200,7 @@ def test_the_door_takes_it(name: str) -> None:
     np.testing.assert_array_equal(any_attention(*operands, **case), run(CASES[name]))
 
 
-# --- Invariance: every comparison is of bits.
+# --- Invariance: results are compared bit for bit.
 
 
 def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -236,7 +236,7 @@ def test_rows_tokens_and_capacity(
 )
 @pytest.mark.covering(1)
 def test_tokens_in_pieces(cache: str, e: int, instruction_set: str) -> None:
-    """A prefill in one call, in pieces and token by token, over the edges of blocks."""
+    """A prefill gives the same bits in one call, in pieces and token by token."""
     case = make_case(1, 300, 4, 2, e, 640, [230], cache=cache)
     whole = run(case, instruction_set)
     for cut in (1, 7, 128):
@@ -272,7 +272,7 @@ def test_a_window_that_holds_all_is_none() -> None:
 def test_a_trees_path_is_its_chain(
     window: int | None, cache: str, h: int, e: int, instruction_set: str
 ) -> None:
-    """Tokens of a tree, moved together as a chain, get the same result: over blocks' edges too."""
+    """A tree's path gives the same result as a chain, also across blocks."""
     for length in (0, 180, 250, 255, 256, 300):
         case = make_case(1, 21, h, 2, e, 512, [length], cache=cache, mask="tree", window=window)
         tree = run(case, instruction_set)
@@ -283,7 +283,7 @@ def test_a_trees_path_is_its_chain(
 
 
 def as_a_chain(case: Case, path: np.ndarray) -> Case:
-    """The tokens of a path, without the rest of the first row's tree."""
+    """A chain of the tokens on one path of the first row's tree."""
     slots = int(case["lengths"][0]) + np.stack((path, np.arange(len(path))))[:, None]
     rows = np.zeros((1, 1), int)
     entries = {name: moved(case[name], rows, *slots) for name in ("keys", "values")}
@@ -293,7 +293,7 @@ def as_a_chain(case: Case, path: np.ndarray) -> Case:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_number_of_threads_changes_nothing(threads: int, tmp_path: Path) -> None:
-    """Another process, with a pool of another size: steps for many threads, tiles for one."""
+    """A process with another number of threads divides the work differently."""
     case = make_case(1, 24, 4, 4, 64, 896, [800])
     path = tmp_path / "result.npy"
     code = (
@@ -305,7 +305,7 @@ def test_the_number_of_threads_changes_nothing(threads: int, tmp_path: Path) -> 
     same_bits(np.load(path), run(case))
 
 
-# --- What must not leak, and what must.
+# --- Values that tokens do not see, and values that they see.
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -322,7 +322,7 @@ def test_nothing_leaks_from_what_is_not_seen(
     clean = run(case, instruction_set)
 
     def spoil(name: str, *where: Any) -> Any:
-        """With NaN there, which of codes only the scales can be."""
+        """Puts NaN at `where`, in the scales if the cache is quantized."""
         entries = case[name]
         codes = isinstance(entries, QuantizedEntries)
         part = (entries.scales if codes else entries).copy()
@@ -348,7 +348,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
 
 
 def test_a_trees_lengths_and_numbers_may_be_anything() -> None:
-    """What the cache lacks is not seen, as in a chain; nor what is no token's number."""
+    """Slots beyond the cache are not seen, as in a chain, nor are ancestors outside 0 … T - 1."""
     case = make_case(2, 4, 2, 1, 16, 256, [0, 0], mask="chain")
     for lengths in ([1000, 254], [-3, -100], [256, 2**31 - 1], [-(2**31), 255]):
         other = case | {"lengths": jnp.asarray(lengths, jnp.int32)}

@@ -1,7 +1,7 @@
-"""The C++ handlers refuse whatever does not fit, by an error of XLA's; the process lives on.
+"""The C++ handlers reject invalid operands with an XLA error and do not end the process.
 
-They are called as XLA calls them, without the Python in front of them that would not let it come
-to this. `test_matmul.py` and `test_cpu_attention.py` have the errors that come through it.
+The tests call the handlers without the Python checks in front of them. `test_matmul.py` and
+`test_cpu_attention.py` test the errors of the Python functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def numbers(*values: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of one handler: operands and attributes in their order; None leaves one out."""
+    """A call of one handler with its operands and attributes in order. None omits one."""
 
     handler: str
     operands: dict[str, np.ndarray | None]
@@ -129,7 +129,7 @@ MULTIPLY = Call(
 )
 
 CALLS = [MATMUL, INTERLEAVED, ATTENTION, CODES, NORM, ROTATE, HADAMARD, READ, MULTIPLY]
-REFUSED = [  # call, what is changed, what the error says
+REFUSED = [  # call, changes, error message
     (MATMUL, {"x": zeros(3, 300, dtype=jnp.float16)}, "x must be a bfloat16 or float32 matrix"),
     (MATMUL, {"x": zeros(3, 2, 300)}, r"x must be .* got \[3, 2, 300\]"),
     (MATMUL, {"x": zeros(3, 0)}, "a weight for 0 inputs does not fit"),

@@ -1,4 +1,4 @@
-"""Hadamard matrices are what their name says, and the fast transform is a product with one."""
+"""Tests the Hadamard matrices, and the fast transform as a product with one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pallas_kernels.hadamard import (
     rotation_size,
 )
 
-# Orders that QuaRot's code names, except 156, whose multiples of 312 are Paley's.
+# The orders in QuaRot's code, with 312 (Paley's) instead of 156.
 BUILT = (12, 20, 28, 36, 40, 52, 60, 92, 100, 108, 116, 140, 172, 312)
 SIZES = (1, 2, 4, 24, 64, 76, 256, 400, 896, 1376)
 
@@ -45,7 +45,7 @@ def test_other_orders_are_refused(n: int) -> None:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_transform_is_the_matrix(n: int) -> None:
-    """Rows of the identity give the columns of dense ⊗ Sylvester / √n, a rotation."""
+    """The transform of the identity is dense ⊗ Sylvester / √n, a rotation."""
     expected = np.eye(1)
     for order in dense_orders(n):
         expected = np.kron(expected, hadamard_matrix(order).astype(float))
@@ -71,7 +71,7 @@ def test_any_axis(axis: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 6, 12, 40, 172, 256, 1024])
 def test_same_bits_for_any_rows_and_any_program(n: int) -> None:
-    """... although a product goes in, which a compiler could fuse with the first additions."""
+    """The input is a product, which a compiler could fuse with the first additions."""
     rng = np.random.default_rng(n)
     a, b = (jnp.asarray(rng.normal(size=(33, n)), jnp.float32) for _ in range(2))
     product = jax.jit(jnp.multiply)(a, b)
@@ -85,7 +85,7 @@ def test_same_bits_for_any_rows_and_any_program(n: int) -> None:
 needs_library = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
 
 
-# n: dense orders alone, two of them, with powers of two, alone; R: entries that go together.
+# n: one or two dense orders, powers of two, and products of both. R: entries per step.
 @needs_library
 @pytest.mark.parametrize("r", [1, 3, 40])
 @pytest.mark.parametrize("n", [1, 2, 12, 28, 64, 172, 400, 1536])

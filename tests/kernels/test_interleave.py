@@ -1,4 +1,4 @@
-"""Interleaved weights: the same numbers in another order, and so the same results bit for bit."""
+"""Interleaved weights hold the same numbers in another order and give the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.random_weights import FORMATS, random_rows
 from tests.support.random_weights import random_weights as make_weights
 
 random_weights = lru_cache(make_weights)
-ORDERED = tuple(name for name in FORMATS if name != "float32")  # a plain array has no other order
+ORDERED = tuple(name for name in FORMATS if name != "float32")  # plain arrays stay row by row
 formats = pytest.mark.parametrize("name", ORDERED)
 needs_library = pytest.mark.skipif(not cpu.available(), reason="the C++ library was not built")
 
@@ -84,7 +84,7 @@ def test_an_odd_number_of_inputs_stays() -> None:
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.covering(1)
 def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
-    """Few rows, which are multiplied as they are decoded, and many."""
+    """Tests few rows, which are multiplied during decoding, and many."""
     for m, n, k in (
         (1, 70, 300),
         (2, 16, 64),
@@ -96,7 +96,7 @@ def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
     ):
         weight = random_weights(n, k)[name]
         if isinstance(weight, Int4Weight) and weight.outliers is not None:
-            continue  # the door takes them apart: below
+            continue  # only `matmul` splits them, as tested below
         rows = [random_rows(m, k, dtype) for dtype in ("bfloat16", "float32")]
         activations = ("a16", "a8", "a4") if isinstance(weight, Quantized) else ("a16",)
         one, other = _products((weight, interleave(weight)), rows, activations, instruction_set)
@@ -110,7 +110,7 @@ def _products(
     activations: tuple[str, ...],
     instruction_set: str,
 ) -> list[list[jax.Array]]:
-    """Every weight's products with all rows: one program, since most of the time is compiling."""
+    """All products of the weights and rows, in one program, because compiling takes most time."""
     return [
         [
             cpu.matmul(x, (weight,), activation=activation, instruction_set=instruction_set)[0]

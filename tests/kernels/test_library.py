@@ -1,4 +1,4 @@
-"""The C++ library is found where it is, and used by the sources that it was built from alone."""
+"""A package finds its C++ library and uses it only if the sources match."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def absent(*_: object) -> None:
 
 @needs_library
 def test_a_repository_uses_the_installed_library(tmp_path: Path) -> None:
-    """-S leaves out the .pth files, and with them what an editable installation does."""
+    """-S skips .pth files, which an editable installation relies on."""
     paths = [str(ROOT), sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     found = subprocess.run(

@@ -1,6 +1,6 @@
-"""Every implementation of `matmul` that a CPU runs, against float64: all formats and precisions.
+"""Compares every CPU implementation of `matmul` with float64, in all formats and precisions.
 
-Accelerator kernels have files of their own.
+Accelerator kernels are tested in separate files.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": jax.jit(reference.matmul, static_argnums=2),
     **{name: _on(name) for name in instruction_sets()},
 }
-FUSED = [name for name in instruction_sets() if name != "portable"]  # a · b + c is rounded once
+FUSED = [name for name in instruction_sets() if name != "portable"]  # they round a · b + c once
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 formats = pytest.mark.parametrize("name", FORMATS)
 
 
 def run(implementation: str, x: jax.Array, weight: Weight, activation: str) -> np.ndarray:
-    """f64[M, N]; weights with outliers by the door, which is what takes them apart."""
+    """Multiplies: f64[M, N]. Weights with outliers go through `matmul`, which splits them."""
     if isinstance(weight, Int4Weight) and weight.outliers is not None:
         return np.asarray(matmul(x, weight, activation), np.float64)
     return np.asarray(IMPLEMENTATIONS[implementation](x, weight, activation), np.float64)
@@ -75,7 +75,7 @@ def activations_of(weight: Weight) -> tuple[str, ...]:
 
 
 def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> np.ndarray:
-    """The values that quantized activations stand for, f64[M, K]."""
+    """The values of the quantized activations: f64[M, K]."""
     m, k = x.shape
     if activation == "a16":
         return np.asarray(x, np.float64)
@@ -93,9 +93,9 @@ def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> n
 
 
 def check(implementation: str, x: jax.Array, weight: Weight, activation: str) -> None:
-    # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · (|w[n, k]| and, where zeros or minima are added at the
-    # end, all levels · scale): 32 roundings of float32; one misplaced nibble or scale costs 2^-10
-    # and more.
+    # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · |w[n, k]|, 32 float32 roundings. With zeros or minima,
+    # which are added at the end, |w[n, k]| grows by all levels · scale. One misplaced nibble or
+    # scale costs at least 2^-10.
     values, w = represented(x, weight, activation), np.asarray(dequantized(weight), np.float64)
     magnitude = np.abs(w)
     if isinstance(weight, Int4Weight | Int8Weight) and zero_points(weight) is not None:
@@ -130,7 +130,7 @@ def test_every_number_of_rows(implementation: str) -> None:
 @formats
 @pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> None:
-    # The same bits for M = 1 … 100, and wherever the row stands.
+    # A row has the same bits for M = 1 … 100 and at any position.
     weight, x = random_weights(70, 300)[name], random_rows(100, 300)
     order = np.random.default_rng(0).permutation(100)
     for activation in activations_of(weight)[:2]:
@@ -163,13 +163,13 @@ def test_scales_of_zero_and_below_the_normal_range(implementation: str, activati
     weight = int4_from_integers(q, scales)
     x = random_rows(3, 256, "float32")
     y = run(implementation, x, weight, activation)
-    assert not y[:, 0].any() and np.all(np.abs(y[:, 1]) < 1e-35)  # flushed to zero or not
+    assert not y[:, 0].any() and np.all(np.abs(y[:, 1]) < 1e-35)  # whether flushed to zero or not
     check(implementation, x, weight, activation)
 
 
 @implementations
 def test_subnormal_float16_scales_and_minima(implementation: str) -> None:
-    # Their values are normal in float32, where no thread flushes them to zero.
+    # The values are normal in float32, so no thread flushes them to zero.
     q = jnp.asarray(np.random.default_rng(0).integers(-128, 128, (16, 256)), jnp.int8)
     scales = jnp.full((16, 8), 3e-5, jnp.float16).at[0].set(2.0**-24)
     for minima in (None, -scales):
@@ -188,7 +188,7 @@ def test_activations_below_the_normal_range(implementation: str) -> None:
 
 @implementations
 def test_every_mxfp4_value_and_the_largest_scale_differences(implementation: str) -> None:
-    # w = ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} · 2^(e - 127), read off one input at a time.
+    # w = ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} · 2^(e - 127).
     values = MXFP4_VALUES
     codes = jnp.asarray(np.tile(np.arange(16, dtype=np.uint8), (3, 2)))  # [3, 32]
     weight = mxfp4_from_codes(codes, jnp.array([[127], [100], [200]], jnp.uint8))
@@ -207,9 +207,9 @@ def test_every_mxfp4_value_and_the_largest_scale_differences(implementation: str
 def test_mxfp4_scales_at_the_ends_of_bfloat16(
     implementation: str, least: int, beyond: tuple[int, ...], factor: float
 ) -> None:
-    # 0.5 · 2^(2 - 127) is the smallest normal bfloat16, 6 · 2^(252 - 127) has the largest exponent.
-    # One group has a scale beyond them, under which its weights, up to 1, are still finite float32;
-    # those below the normal range may be flushed to zero.
+    # 0.5 · 2^(2 - 127) is the smallest normal bfloat16, and 6 · 2^(252 - 127) has the largest
+    # exponent. One group has a larger scale; its weights, up to 1, are finite in float32. Weights
+    # below the normal range may be flushed to zero.
     rng = np.random.default_rng(least)
     codes = rng.integers(0, 16, (70, 512), dtype=np.uint8)
     codes[0, 160:192] %= 3
@@ -227,11 +227,11 @@ def test_mxfp4_scales_at_the_ends_of_bfloat16(
 
 @pytest.mark.skipif(not cpu.available(), reason="the package was installed without a C++ compiler")
 class TestCpu:
-    """What only the C++ library does."""
+    """Tests of the C++ library alone."""
 
     @pytest.mark.parametrize("instruction_set", FUSED[:-1])
     def test_instruction_sets_agree_on_integers(self, instruction_set: str) -> None:
-        # Integer sums are exact, and what follows is the same operations in the same order.
+        # Integer sums are exact, and the float operations have the same order.
         x = random_rows(9, 300)
         for name in ("int4-32-zeros", "int4-32-minima", "int4-128", "mxfp4", "int8-32-minima"):
             weight = random_weights(70, 300)[name]

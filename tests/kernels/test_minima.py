@@ -1,4 +1,4 @@
-"""Weights with minima: their values are ggml's, and what does not fit is refused."""
+"""Weights with minima have ggml's values, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pallas_kernels.weight_checks import check_arrays
 from pallas_kernels.weight_values import dequantize
 from tests.support.random_weights import random_int4, random_minima, random_rows, with_outliers
 
-BUILDERS = {8: int4_from_integers, 128: int8_from_integers}  # by what the integers are lessened by
+BUILDERS = {8: int4_from_integers, 128: int8_from_integers}  # by the offset of the integers
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("least", BUILDERS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_values_are_ggmls(least: int, dtype: str) -> None:
-    # (q + least) · scale + minimum: float32, rounded after the product and after the sum, also
-    # where a compiler could do both at once.
+    # (q + least) · scale + minimum in float32, rounded after the product and after the sum. A
+    # compiler must not fuse them.
     rng = np.random.default_rng(least)
     q = rng.integers(-least, least, (20, 300))
     scales = jnp.asarray(rng.uniform(0.005, 0.04, (20, 10)), dtype)
@@ -51,7 +51,7 @@ def test_a_weight_is_built_of_what_fits(build) -> None:
 
 
 def both(bits: int) -> Int4Weight | Int8Weight:
-    """A weight that no builder makes."""
+    """A weight with zeros and minima, which the builders refuse to make."""
     q, scales = jnp.zeros((2, 40), jnp.int8), jnp.ones((2, 2), jnp.float16)
     build = int4_from_integers if bits == 4 else int8_from_integers
     weight = build(q, scales, 32, minima=scales)

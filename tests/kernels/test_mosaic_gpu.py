@@ -1,9 +1,8 @@
-"""The Hopper kernel means what the reference means, and is what an H200 compiles.
+"""The Hopper kernel agrees with the reference and lowers for an H200, tested without a GPU.
 
-Without a GPU: its arithmetic is tested in Pallas's GPU interpreter (jax 0.11), what the interpreter
-does not know (operands in registers) by the layouts' own index arithmetic, and its compilation as
-far as the text that a GPU's compiler is given. `benchmarks/kernels/compile_check_gpu.py` goes
-further.
+Pallas's GPU interpreter (jax 0.11) tests the arithmetic. It does not support operands in registers,
+so the index arithmetic of the layouts tests those. Compilation is tested up to the GPU compiler's
+input; `benchmarks/kernels/compile_check_gpu.py` runs the compiler.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def random_weight(name: str, n: int, k: int) -> Any:
-    """ "int4 64 zeros", "int8 None", "mxfp4": a weight [N, K] with every integer there is."""
+    """A weight [N, K] with every integer. name: such as "int4 64 zeros", "int8 None" or "mxfp4"."""
     kind, *rest = name.split()
     rng = np.random.default_rng(n * k)
     if kind == "mxfp4":
@@ -65,27 +64,27 @@ def random_weight(name: str, n: int, k: int) -> Any:
 
 
 def random_rows(m: int, k: int) -> jax.Array:
-    """bf16[M, K], rows of different magnitudes."""
+    """Rows of different magnitudes: bf16[M, K]."""
     rng = np.random.default_rng(m + k)
     return jnp.asarray(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), jnp.bfloat16)
 
 
 def lowered(function, *args: object) -> str:
-    """What an H200's compiler is given."""
+    """Lowers to the input of an H200's compiler."""
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with use_abstract_mesh(mesh):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def interpreted(x: jax.Array, weight: Quantized, activation: str) -> np.ndarray:
-    """The kernel, run without a GPU: f32[M, N]."""
+    """Runs the kernel in interpret mode: f32[M, N]."""
     call = jax.jit(mosaic_gpu.matmul, static_argnames=("activation", "interpret"))
     return np.asarray(call(x, weight, activation=activation, interpret=True))
 
 
 @decoders
 def test_words_are_the_format_s_values(name: str) -> None:
-    # Every byte there is, as one row of 128 and another: operands are the two nibbles' values.
+    # Two rows hold all 256 bytes. The operands are the values of their two nibbles.
     decoder = DECODERS[name]
     packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, PLANE)
     for plane in (0, 1):
@@ -103,7 +102,7 @@ def test_words_are_the_format_s_values(name: str) -> None:
 
 
 def places(layout, shape: tuple[int, int]) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
-    """Where in a matrix the first value of each register of each of 128 threads stands."""
+    """The matrix index of each register's first value, for each of 128 threads."""
     tiled, threads = layout.tiling.tile_shape(shape), np.arange(128)
     found = {}
     for index in np.ndindex(layout.registers_shape(shape)):
@@ -117,7 +116,7 @@ def places(layout, shape: tuple[int, int]) -> dict[tuple, tuple[np.ndarray, np.n
 
 
 def numbers(word: words.ArrayWord, decoder: words.Decoder) -> np.ndarray:
-    """What `registers._number` means, one row per thread."""
+    """`registers._number` on arrays, with one row per thread."""
     bits = np.asarray(word.value)[:, None]
     if decoder.dtype == jnp.int8:
         return bits.view(np.int8)
@@ -128,8 +127,8 @@ def numbers(word: words.ArrayWord, decoder: words.Decoder) -> np.ndarray:
 @decoders
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_registers_hold_what_the_words_say(name: str, group: int, monkeypatch) -> None:
-    # The kernel's own code moves registers about, here all threads' at a time, with arrays in place
-    # of values under construction. jax's layouts say which operand each register is.
+    # The kernel's code moves registers, here for all threads at once, with arrays instead of traced
+    # values. JAX's layouts define the operand that each register holds.
     decoder, rng = DECODERS[name], np.random.default_rng(group)
     packed = rng.integers(0, 256, (64, PLANE), dtype=np.uint8)
     integer = decoder.dtype == jnp.int8
@@ -170,8 +169,8 @@ CASES = [  # weight, M, N, K, activation
 @interprets
 @pytest.mark.parametrize("case", CASES)
 def test_the_meaning_is_the_reference(case: tuple) -> None:
-    # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|: 16 roundings of float32, where one
-    # misplaced nibble, scale or zero costs 2^-10 and more.
+    # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, 16 float32 roundings. One misplaced
+    # nibble, scale or zero costs at least 2^-10.
     name, m, n, k, activation = case
     x, weight = random_rows(m, k), random_weight(name, n, k)
     y = interpreted(x, weight, activation)
@@ -184,9 +183,9 @@ def test_the_meaning_is_the_reference(case: tuple) -> None:
 @interprets
 @pytest.mark.parametrize(("name", "activation"), [("int4 128", "a16"), ("int4 64 zeros", "a8")])
 def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeypatch) -> None:
-    # Not on how many rows there are, nor on whether the segments' sums are added in the kernel or
-    # after it. Integer rows, because only the order of groups and segments is the interpreter's to
-    # show: how a tensor core adds within a group must be seen on a GPU.
+    # The number of rows varies, and the kernel or XLA adds the segments' sums. Rows are integers,
+    # because the interpreter only shows the order of groups and segments. Only a GPU can show how a
+    # tensor core adds within a group.
     x, weight = jnp.round(random_rows(33, 2304)), random_weight(name, 64, 2304)
     y = interpreted(x, weight, activation)
     np.testing.assert_array_equal(interpreted(x[:1], weight, activation), y[:1])
@@ -201,7 +200,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeyp
 
 @pytest.mark.parametrize("name", ["int4 128", "int4 64 zeros", "mxfp4"])
 def test_rows_choose_no_order_of_summation(name: str) -> None:
-    # Whatever M is: the same groups, the same operands, the same segments.
+    # Groups, operands and segments are the same for every M.
     weight = random_weight(name, 192, 5000)
     for activation in ("a16", "a8"):
         plans = [

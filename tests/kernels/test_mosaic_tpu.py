@@ -1,9 +1,8 @@
-"""The TPU kernel: every format has the reference's meaning, and the number of rows changes nothing.
+"""The TPU kernel agrees with the reference in every format, and rows do not affect each other.
 
-There is no TPU here: the arithmetic is tested in interpret mode and the compilation as far as the
-text that a TPU's compiler is given; `benchmarks/kernels/compile_check_tpu.py` asks the compiler
-itself.
-`tests/kernels/test_pallas_kernels.py` holds what the kernel shares with the GPU's.
+The tests need no TPU. Interpret mode tests the arithmetic. Compilation is tested up to the TPU
+compiler's input; `benchmarks/kernels/compile_check_tpu.py` runs the compiler.
+`tests/kernels/test_pallas_kernels.py` has the tests that the GPU kernel shares.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ FORMATS = ("int4-32", "int4-64", "int4-128", "int4-channel", "int4-32-zeros", "i
 CHIPS = {"TPU v4": False, "TPU v5 lite": True, "TPU v6 lite": True, "TPU7x": False}  # int8?
 VMEM = 16 * 2**20
 
-# Rows of one register and of several; inputs that fill no group or block, whole turns of the
-# kernel's loop, and a turn and a block; outputs that fill no tile.
+# Rows fill one register or several. Inputs fill part of a group and block, whole turns of the
+# kernel's loop, or a turn and a block. Outputs fill part of a tile.
 SHAPES = ((1, 37, 172), (33, 300, 1024), (17, 37, 1200))  # M, N, K
 CASES = [
     (name, activation, *SHAPES[(i + j) % 3])
@@ -39,11 +38,11 @@ CASES = [
     for j, activation in enumerate(("a16", "a8"))
 ]
 CASES += [("int4-128", "a4", *SHAPES[2]), ("int4-channel", "a4", *SHAPES[1])]
-CASES += [("int4-32-zeros", "a16", 1, 37, 4096)]  # so many groups that they lie the other way round
+CASES += [("int4-32-zeros", "a16", 1, 37, 4096)]  # enough groups for the other layout
 
 
 def interpreted(x: jax.Array, weight: Quantized, activation: str, int8: bool = True) -> np.ndarray:
-    """The kernel, run without a TPU: f32[M, N]."""
+    """Runs the kernel in interpret mode: f32[M, N]."""
     call = jax.jit(mosaic_tpu.matmul, static_argnames=("activation", "int8_products", "interpret"))
     return np.asarray(call(x, weight, activation=activation, int8_products=int8, interpret=True))
 
@@ -51,8 +50,8 @@ def interpreted(x: jax.Array, weight: Quantized, activation: str, int8: bool = T
 @pytest.mark.parametrize(("name", "activation", "m", "n", "k"), CASES)
 @pytest.mark.covering(1)
 def test_the_meaning_is_the_reference(name: str, activation: str, m: int, n: int, k: int) -> None:
-    # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|: 16 roundings of float32, where one
-    # misplaced nibble, scale or zero costs 2^-10 and more.
+    # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, 16 float32 roundings. One misplaced
+    # nibble, scale or zero costs at least 2^-10.
     x, weight = random_rows(m, k), random_weights(n, k)[name]
     y = interpreted(x, weight, activation)
     sizes = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(weight))).T
@@ -64,14 +63,14 @@ def test_the_meaning_is_the_reference(name: str, activation: str, m: int, n: int
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in FORMATS if "minima" not in name])
 def test_a_row_of_the_identity_reads_one_weight(name: str) -> None:
-    # With x = 1 every weight comes out as it is, bit for bit, unless a sum of two values makes it.
+    # With x = 1 the result is the weight, bit for bit.
     weight = random_weights(40, 256)[name]
     y = interpreted(jnp.eye(256, dtype=jnp.bfloat16), weight, "a16")
     np.testing.assert_array_equal(y, np.asarray(dequantize(weight)).T)
 
 
 def test_mxfp4_reads_every_code_and_scale() -> None:
-    # From the smallest scale that is no subnormal float32 to the largest, and NaN.
+    # Scales run from the smallest that is normal in float32 to the largest, and NaN.
     scales = np.repeat(np.arange(3, 256, dtype=np.uint8)[:, None], 8, axis=1)
     codes = np.tile(np.arange(16, dtype=np.uint8), (253, 16))
     weight = mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(scales))
@@ -85,7 +84,7 @@ def test_mxfp4_reads_every_code_and_scale() -> None:
     representatives(["int4-32", "int4-128-zeros", "int4-channel-zeros", "mxfp4"], "int4-128-zeros"),
 )
 def test_bfloat16_products_of_integers_are_exact(name: str) -> None:
-    # A chip without int8 products gives the same bits as one that has them.
+    # Chips with and without int8 products give the same bits.
     x, weight = random_rows(9, 700), random_weights(96, 700)[name]
     np.testing.assert_array_equal(
         interpreted(x, weight, "a8", int8=False), interpreted(x, weight, "a8", int8=True)
@@ -101,8 +100,8 @@ def test_bfloat16_products_of_integers_are_exact(name: str) -> None:
     ),
 )
 def test_a_row_does_not_depend_on_the_others(name: str, activation: str) -> None:
-    # kernel(x)[row] has the same bits however many rows there are, and wherever it stands, though
-    # the tiles of rows differ: 16 or 32, 48 or 64, and two of 150 or more.
+    # A row has the same bits for any number of rows and at any position, although the tiles differ:
+    # 16 or 32 rows, 48 or 64, and two tiles of 150 or more.
     x, weight = random_rows(300, 300), random_weights(96, 300)[name]
     y = interpreted(x, weight, activation)
     for m in (1, 9, 33):
@@ -111,21 +110,21 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str) -> None
 
 
 def test_a_row_does_not_depend_on_the_size_of_its_tile() -> None:
-    # Σ over K is one program but for the rows that ride along: with their number replaced by one
-    # symbol, the text of the kernel is the same for every M.
+    # The programs for different M differ only in the number of rows: with a symbol in its place,
+    # their texts are equal.
     weight = random_int4(96, 2400)
 
     def program(m: int) -> str:
         jaxpr = jax.make_jaxpr(mosaic_tpu.matmul)(random_rows(m, 2400), weight)
         [call] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
-        total = call.params["jaxpr"].invars[-1].aval  # a row of it for every row of the tile
+        total = call.params["jaxpr"].invars[-1].aval  # it has as many rows as the tile
         return re.sub(rf"\b{total.shape[0]}\b", "rows", " ".join(str(call.params["jaxpr"]).split()))
 
     assert program(32) == program(48) == program(96)
 
 
 def test_zeros_of_all_inputs_do_not_overflow() -> None:
-    # Σ 127 · (7 + 128) over 8448 inputs; 16 · 127 · 128 · 8448 > 2^31.
+    # The result is Σ 127 · (7 + 128) over 8448 inputs, but 16 · 127 · 128 · 8448 > 2^31.
     q = jnp.full((1, 8448), 7, jnp.int8)
     ones = jnp.ones((1, 1), jnp.float32)
     weight = int4_from_integers(q, ones, None, jnp.full((1, 1), -128, jnp.int8))
@@ -134,7 +133,7 @@ def test_zeros_of_all_inputs_do_not_overflow() -> None:
 
 
 def lowered(chip: str, function, *args: object) -> str:
-    """What the chip's compiler is given."""
+    """Lowers to the input of the chip's compiler."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(chip, 1, "tpu"))):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
@@ -150,7 +149,7 @@ def test_int8_is_multiplied_where_the_chip_does(chip: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_lowers_and_is_read_as_it_is_stored(name: str) -> None:
-    # One kernel, whose operands are the weight's own integers; nothing else touches them.
+    # One kernel reads the stored integers, and no other operation touches them.
     x, weight = random_rows(17, 512), random_weights(300, 512)[name]
     text = lowered("TPU v6 lite", lambda x, w: mosaic_tpu.matmul(x, w, "a8"), x, weight)
     stored = "300x512xi8" if name.startswith("int8") else "300x256xui8"
@@ -161,7 +160,7 @@ def test_every_format_lowers_and_is_read_as_it_is_stored(name: str) -> None:
 
 @pytest.mark.parametrize("packing", [16, 32])
 def test_tiles_fit_the_memory_of_a_tpu(packing: int) -> None:
-    # Two steps' weights and results, one's sums and products, x once or twice, every scale.
+    # VMEM holds two steps' weights and results, one step's sums and products, x and all scales.
     for m in (1, 8, 32, 128, 300, 4096):
         for k, n in ((2048, 512), (4096, 4096), (14336, 4096), (18944, 3584), (53248, 16384)):
             row = k * 32 // packing

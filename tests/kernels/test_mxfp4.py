@@ -1,4 +1,4 @@
-"""The MXFP4 cast against a search over every scale's every value."""
+"""Compares the MXFP4 cast with a search over the values of every scale."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis.extra import numpy as hnp
 from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
 from pallas_kernels.weight_values import dequantize
 
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by their codes
+VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code
 few = settings(max_examples=60, deadline=None)
 
 
 def exponent(group: np.ndarray, rounding: str) -> int:
-    """The group's power of two, from the definitions; its smallest is -127."""
+    """The group's power of two by definition, at least -127."""
     largest = np.abs(group).max()
     if largest == 0:
         return -127
@@ -27,7 +27,7 @@ def exponent(group: np.ndarray, rounding: str) -> int:
 
 
 def nearest(value: float) -> float:
-    """The nearest E2M1 value, the one of the even code where two are as near."""
+    """The nearest E2M1 value. Ties go to the even code."""
     distances = np.abs(VALUES - abs(value))
     candidates = np.flatnonzero(distances == distances.min())
     code = next(code for code in candidates if len(candidates) == 1 or code % 2 == 0)
@@ -45,7 +45,7 @@ def expected(w: np.ndarray, rounding: str) -> np.ndarray:
     return result
 
 
-# Ties, zeros, the subnormal 0.5 and what saturates are all among the multiples of an eighth.
+# Multiples of an eighth include ties, zeros, the subnormal 0.5 and values that saturate.
 eighths = st.integers(-64, 64).map(lambda i: i / 8)
 magnitudes = st.sampled_from((1.0, 2.0**-100, 2.0**120, 1e-3, 1.0625))
 matrices = st.tuples(hnp.arrays(np.float32, (2, 40), elements=eighths), magnitudes).map(
@@ -62,7 +62,7 @@ def test_cast_is_the_nearest(rounding: str, w: np.ndarray) -> None:
     )
 
 
-# The largest magnitude 7 is cut to 6 by "floor" and kept as 8 by "even"; below, both agree.
+# "floor" rounds a largest magnitude of 7 to 6, and "even" to 8. They agree below 7.
 def test_roundings_differ_from_seven_on() -> None:
     for largest, floor, even in ((6.9, 6, 6), (7.0, 6, 8), (7.9, 6, 8), (8.0, 8, 8)):
         w = jnp.zeros((1, 32)).at[0, 5].set(largest)
@@ -70,8 +70,8 @@ def test_roundings_differ_from_seven_on() -> None:
         assert dequantize(cast_to_mxfp4(w, "even"))[0, 5] == even
 
 
-# The largest float32 saturates, tiny values become zeros, and a NaN or infinity takes its group
-# along and no other.
+# The largest float32 saturates, tiny values become zeros, and a NaN or infinity affects its own
+# group only.
 def test_extremes() -> None:
     w = np.zeros((5, 64), np.float32)
     w[0, 0], w[1, 0] = np.finfo(np.float32).max, np.finfo(np.float32).tiny

@@ -1,7 +1,7 @@
 """The C++ library for Arm processors, built by a cross-compiler and run under an emulator.
 
-`make neon-check` installs what this needs. Every kernel is compared with float64, and integer
-products with this machine's, bit for bit, by `tests/native/kernels_check.cc`.
+`make neon-check` installs the tools. `tests/native/kernels_check.cc` compares every kernel with
+float64. Integer products must equal this machine's, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
-LIBRARIES = "/usr/aarch64-linux-gnu"  # of the processors that are emulated
+LIBRARIES = "/usr/aarch64-linux-gnu"  # for the emulated processors
 SOURCES = ROOT / "pallas_kernels" / "cpu"
 PROGRAM = ROOT / "tests" / "native" / "kernels_check.cc"
 MISSING = [tool for tool in (COMPILER, EMULATOR, "cmake", "g++") if shutil.which(tool) is None]
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING
 
 
 def link(compiler: str, library: Path, program: Path) -> Path:
-    """The program that calls all kernels of a library."""
+    """Links the program that calls all kernels of a library."""
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES / 'src'}"]
     inputs = [str(PROGRAM), str(library), f"-Wl,-rpath,{library.parent}"]
     subprocess.run([compiler, *flags, *inputs, "-o", str(program)], check=True)
@@ -38,7 +38,7 @@ def link(compiler: str, library: Path, program: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program over the library as CMake builds it for Arm processors."""
+    """The program, linked with the library that CMake builds for Arm processors."""
     folder = tmp_path_factory.mktemp("neon")
     options = [
         "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
@@ -51,7 +51,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hashes(*command: str) -> dict[str, str]:
-    """Of every instruction set that was checked, the hash of its integer products."""
+    """Runs the program: the hash of the integer products by instruction set."""
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())
@@ -66,7 +66,7 @@ def hashes(*command: str) -> dict[str, str]:
     ],
 )
 def test_every_kernel(processor: str, expected: list[str], program: Path, tmp_path: Path) -> None:
-    # A processor is given nothing that it lacks, or the emulator would end the program.
+    # The emulator would end a program that uses instructions which the processor lacks.
     found = hashes(EMULATOR, "-cpu", processor, "-L", LIBRARIES, str(program))
     assert list(found) == expected
     library = find().file

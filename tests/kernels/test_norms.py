@@ -1,4 +1,4 @@
-"""The root-mean-square norm: against float64, and bit for bit against itself."""
+"""Compares the root-mean-square norm with float64, and with itself bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def jitted(name: str, eps: float = EPS, dtype: jnp.dtype = jnp.float32) -> Norm:
 
 
 def make_case(*shape: int, x: str = "float32", scale: str = "float32") -> tuple[jax.Array, ...]:
-    """Rows of very different magnitudes, and a scale."""
+    """Rows of different magnitudes, and a scale."""
     rng = np.random.default_rng(shape[-1])
     rows = rng.normal(size=shape) * np.exp(4 * rng.normal(size=(*shape[:-1], 1)))
     return jnp.asarray(rows, x), jnp.asarray(rng.normal(size=shape[-1]), scale)
@@ -48,7 +48,7 @@ def test_by_the_book(name: str, shape: tuple[int, ...], x: str, scale: str) -> N
     operands = make_case(*shape, x=x, scale=scale)
     values, factors = (np.asarray(operand, np.float64) for operand in operands)
     exact = values / np.sqrt((values**2).mean(-1, keepdims=True) + EPS) * factors
-    # All terms of the sum are positive: its relative error is at most its depth times 2^-24.
+    # All terms are positive, so the sum's relative error is at most its depth times 2^-24.
     np.testing.assert_allclose(jitted(name)(*operands), exact, rtol=2e-6)
 
 
@@ -68,7 +68,7 @@ def test_bfloat16_is_the_rounded_result(name: str) -> None:
 @pytest.mark.parametrize("width", [5, 64, 1000])
 @pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(name: str, width: int, x: str) -> None:
-    rows, scale = make_case(140, width, x=x)  # of 1000, enough for two threads
+    rows, scale = make_case(140, width, x=x)  # with 1000 features, enough for two threads
     whole = jitted(name)(rows, scale)
     for m in (1, 2, 7, 8, 9, 33):
         same_bits(jitted(name)(rows[:m], scale), whole[:m])
@@ -79,7 +79,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, width: int, x: str) -> N
 @implementations
 @pytest.mark.parametrize("width", [64, 100])
 def test_a_row_does_not_depend_on_the_program(name: str, width: int) -> None:
-    """What comes before and after, in a loop or not, is compiled along with the norm."""
+    """XLA compiles the norm together with the operations around it, in a loop or not."""
     x, scale = make_case(9, width)
     y = jitted(name)(x + 1, scale)
 
@@ -97,7 +97,7 @@ def test_a_row_does_not_depend_on_the_program(name: str, width: int) -> None:
 @needs_library
 @pytest.mark.parametrize("width", [1, 31, 32, 100, 2048])
 def test_the_order_of_the_sum(width: int) -> None:
-    """Value i goes to sum i % 32, then halves are added: float32 operations, on any machine."""
+    """Value i goes to sum i % 32, then halves are added, in float32 on any machine."""
     x, scale = (np.asarray(operand) for operand in make_case(3, width))
     padded = np.pad(x, ((0, 0), (0, -width % 32))).reshape(3, -1, 32)
     sums = np.zeros((3, 32), np.float32)

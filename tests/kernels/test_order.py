@@ -36,7 +36,7 @@ def random_order(k: int) -> jnp.ndarray:
 
 
 def int8_with_zeros(group_size: int | None) -> Int8Weight:
-    """Zeros from -128 to 127, so that q - zero needs nine bits."""
+    """A weight with zeros from -128 to 127, so that q - zero needs nine bits."""
     rng = np.random.default_rng([N, K])
     groups = 1 if group_size is None else -(-K // group_size)
     return int8_from_integers(
@@ -58,7 +58,7 @@ WEIGHTS: dict[str, Quantized] = {
 
 
 def ordered(name: str) -> Int4Weight | Int8Weight:
-    """A weight of WEIGHTS with its integers dealt out anew; outliers keep their zeros."""
+    """A weight of WEIGHTS with a random column order. Outliers keep their zeros."""
     weight, order = WEIGHTS[name], random_order(K)
     stored = integers(weight)[:, :K][:, order]
     if isinstance(weight, Int4Weight):
@@ -67,7 +67,7 @@ def ordered(name: str) -> Int4Weight | Int8Weight:
     return dataclasses.replace(weight, integers=padded, order=order)
 
 
-# Stored column j is the model's column order[j]; outliers go by the model's numbers.
+# Stored column j is the model's column order[j]. Outliers use the model's indices.
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_dequantize_returns_the_models_columns(name: str) -> None:
     weight = ordered(name)
@@ -84,7 +84,7 @@ def _without_outliers(weight: Quantized) -> dict[str, None]:
     return {"outliers": None} if isinstance(weight, Int4Weight) else {}
 
 
-# With 16-bit activations the product is that of the values.
+# With 16-bit activations the result is the product of the values.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -93,14 +93,14 @@ def test_product_is_that_of_the_values(name: str, dtype: str, implementation: st
     weight, x = ordered(name), random_rows(9, K, dtype)
     y = matmul(x, weight, implementation=implementation)
     values, rows = np.asarray(dequantize(weight), np.float64), np.asarray(x, np.float64)
-    # Rounding errors grow with the magnitudes that are summed, zeros' own share among them.
+    # Rounding errors grow with the summed magnitudes, including those of the zeros.
     sums = np.abs(rows) @ np.abs(values).T + np.abs(rows) @ np.full_like(values, 128 * 0.004).T
     tolerance = 2**-8 if dtype == "bfloat16" else 2**-20
     assert np.all(np.abs(y - rows @ values.T) <= tolerance * sums)
 
 
-# At every precision it is, bit for bit, the product of the reordered x with the stored columns, and
-# a row does not depend on its neighbours.
+# At every precision the result equals, bit for bit, the product of the reordered x and the stored
+# columns, and a row does not depend on its neighbours.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["a16", "a8", "a4"])
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_order_only_moves_inputs(name: str, activation: str, implementation: str
     np.testing.assert_array_equal(both[0], y[:1])
 
 
-# Integer sums are exact, so both implementations agree to the rounding of the groups' sums.
+# Integer sums are exact, so the implementations differ only by the rounding of group sums.
 @pytest.mark.skipif(not available(), reason="the C++ library was not built")
 @pytest.mark.parametrize("activation", ["a8", "a4"])
 @pytest.mark.parametrize("name", ["int8 zeros", "int8 zeros channel"])
@@ -162,7 +162,7 @@ def test_refusals() -> None:
             build(q, scales, None, order=jnp.arange(39, dtype=jnp.int32))
         with pytest.raises(ValueError, match=r"order must be int32\[40\], got float32\[40\]"):
             build(q, scales, None, order=jnp.ones(40))
-    # Kernels of GPUs and TPUs refuse what the door takes care of.
+    # GPU and TPU kernels reject weights that only `matmul` handles.
     for weight, what in ((ordered("int4"), "no order"), (WEIGHTS["int8 zeros"], "no zeros")):
         with pytest.raises(ValueError, match=f"must have {what} here"):
             operands.check(random_rows(1, K), weight, "a16")

@@ -1,7 +1,7 @@
-"""The accelerators' attention means what float64 means, and T and the neighbours change no bit.
+"""The accelerators' attention agrees with float64, and T and the neighbours do not change its bits.
 
-There is no accelerator here: the arithmetic is tested in interpret mode and the compilation as far
-as the text that a GPU's or a TPU's compiler is given.
+The tests need no accelerator. Interpret mode tests the arithmetic, and compilation is tested up to
+the input of the GPU's or TPU's compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ platforms = pytest.mark.parametrize("platform", KERNELS)
 
 
 def case_for(platform: str, t: int, lengths: list[int], slots: int = 640, **options) -> Case:
-    """Four query heads to a key-value head, of the least size that the platform's kernel takes."""
+    """Four query heads per key-value head, of the smallest size that the kernel serves."""
     heads, e = (2, 32) if platform == "cuda" else (4, 128)
     options = {"cache": "bfloat16"} | options
     return make_case(len(lengths), t, 4 * heads, heads, e, slots, lengths, **options)
@@ -43,22 +43,22 @@ def options_of(case: Case) -> dict[str, object]:
 
 
 def on(platform: str):
-    """A context in which code is traced for the platform."""
+    """A context that traces code for the platform."""
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform]))
 
 
 def interpreted(platform: str, case: Case) -> np.ndarray:
-    """The platform's kernel, run without the platform."""
+    """Runs the platform's kernel in interpret mode."""
     operands = (case[name] for name in OPERANDS)
     with on(platform):
         return np.asarray(JITTED[platform](*operands, **options_of(case), interpret=True))
 
 
 def check(case: Case, y: np.ndarray) -> None:
-    """Compares with float64, where float32's bound and that of rounded weights add up.
+    """Compares with float64, within the bounds of float32 and of rounded weights together.
 
-    A weight in bfloat16 is off by at most 2^-9 of itself, and so is the mean of the values under
-    the weights, by 2^-9 times the greatest of these.
+    bfloat16 changes a weight by at most 2^-9 of itself, and thus the weighted mean by at most 2^-9
+    of the largest value.
     """
     expected, bound = exact(case)
     if case["queries"].dtype == jnp.bfloat16:
@@ -70,7 +70,7 @@ def check(case: Case, y: np.ndarray) -> None:
     assert (np.abs(y - expected) <= bound).all()
 
 
-# Lengths around the edges of a block and of a segment, and none; new tokens on both sides of them.
+# Lengths of zero and around the edges of a block and a segment, so that new tokens cross them.
 EDGES = [0, 1, 125, 127, 128, 511, 512]
 
 
@@ -104,7 +104,7 @@ def test_codes_on_gpus(bits: int) -> None:
 
 @platforms
 def test_agrees_with_the_reference(platform: str) -> None:
-    # Two roundings of bfloat16 apart, on values of about 1.
+    # Values of about 1 differ by two bfloat16 roundings.
     case = case_for(platform, 3, EDGES, window=130)  # compiled above
     operands = jax.device_put([case[name] for name in OPERANDS])
     expected = attention_reference.attention(*operands, **options_of(case))
@@ -113,9 +113,9 @@ def test_agrees_with_the_reference(platform: str) -> None:
 
 @platforms
 def test_t_neighbours_and_capacity_change_no_bit(platform: str) -> None:
-    # One token at a time, alone and in a larger cache, as plain decoding computes it, and all of
-    # them at once beside other rows, over several blocks, segments and tiles: on TPUs one tile,
-    # since in interpret mode XLA chooses how to multiply by the number of its rows.
+    # Plain decoding computes one token at a time, alone and in a larger cache. The other call has
+    # all tokens beside other rows, across blocks, segments and tiles. The TPU case has one tile,
+    # because in interpret mode XLA picks an algorithm by the tile's rows.
     t = 35 if platform == "cuda" else 4
     together = case_for(platform, t, [510, 3, 250])
     y = interpreted(platform, together)
@@ -133,8 +133,8 @@ def test_t_neighbours_and_capacity_change_no_bit(platform: str) -> None:
 
 @platforms
 def test_t_chooses_nothing_but_the_number_of_tiles(platform: str) -> None:
-    # What holds for the bits here holds on a device if the program is the same: on TPUs but for the
-    # number of rows in a tile, which is replaced by one symbol.
+    # These bits hold on a device if the program does not depend on T. On TPUs only the number of
+    # rows in a tile may differ, so a symbol replaces it.
     def program(t: int) -> str:
         case = case_for(platform, t, [500])
         kernel = partial(KERNELS[platform], **options_of(case))
@@ -144,7 +144,7 @@ def test_t_chooses_nothing_but_the_number_of_tiles(platform: str) -> None:
         text = "".join(str(call.params["jaxpr"]) for call in calls)
         return text if platform == "cuda" else re.sub(rf"\b{4 * t}\b", "rows", text)
 
-    assert program(12) == program(20) == program(28)  # of 48, 80 and 112 rows
+    assert program(12) == program(20) == program(28)  # 48, 80 and 112 rows
 
 
 @platforms
@@ -157,7 +157,7 @@ def test_who_sees_nothing_gets_zeros(platform: str) -> None:
 
 @platforms
 def test_only_what_is_seen_is_read(platform: str) -> None:
-    # Blocks that no token of the tile sees hold NaN; the kernel does not come there.
+    # Blocks that no token of the tile sees hold NaN, and the kernel does not read them.
     case = case_for(platform, 3, EDGES, window=130)
     nan = 0x7FC0
     poison = {name: case[name].copy() for name in ("keys", "values")}
@@ -166,12 +166,12 @@ def test_only_what_is_seen_is_read(platform: str) -> None:
     np.testing.assert_array_equal(interpreted(platform, case | poison), interpreted(platform, case))
 
 
-# --- The door, and what a platform's compiler is given.
+# --- The public function, and the input of a platform's compiler.
 
 
 def lowered_door(platform: str, case: Case) -> str:
     door = partial(attention, **options_of(case))
-    operands = (case[name] for name in (*OPERANDS[:-1], "ancestors"))  # in the mask's place
+    operands = (case[name] for name in (*OPERANDS[:-1], "ancestors"))  # instead of the mask
     return lowered(door, platform, *operands)
 
 
@@ -185,7 +185,7 @@ def test_the_door_leads_to_the_platform_s_kernel(mask: str | None, window: int |
 
 
 def test_the_cache_is_read_as_it_is_stored() -> None:
-    # Nothing but the kernel touches the cache on its way there.
+    # No operation touches the cache before the kernel reads it.
     case = make_case(2, 3, 8, 2, 128, 1024, [7, 600], cache="bfloat16")
     for platform in KERNELS:
         kernel = partial(KERNELS[platform], **options_of(case))

@@ -1,7 +1,7 @@
-"""The accelerator kernels mean what the reference means, and are what an accelerator compiles.
+"""The accelerator kernels agree with the reference and lower for their devices.
 
-Without an accelerator, the arithmetic is tested in interpret mode and the compilation as far as
-the text that a GPU's or a TPU's compiler is given.
+The tests need no accelerator. Interpret mode tests the arithmetic, and compilation is tested up to
+the input of the GPU's or TPU's compiler.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DEVICES = {
     "cpu": None,
 }
 
-# Every pair of values of any two columns occurs; the last three rows take several tiles of M, and
-# blocks that do not fill a whole number of the TPU kernel's steps.
+# The cases cover every pair of values of any two columns. The last three have several tiles of M,
+# and blocks that do not fill whole turns of the TPU kernel's loop.
 CASES = [  # M, N, K, group size, scales, activation
     (1, 96, 64, 32, "bfloat16", "a16"),
     (1, 300, 172, 64, "float16", "a16"),
@@ -59,13 +59,13 @@ platforms = pytest.mark.parametrize("platform", KERNELS)
 
 
 def interpreted(platform: str, x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray:
-    """The platform's kernel, run without the platform: f32[M, N]."""
+    """Runs the platform's kernel in interpret mode: f32[M, N]."""
     call = jax.jit(KERNELS[platform], static_argnames=("activation", "interpret"))
     return np.asarray(call(x, weight, activation=activation, interpret=True))
 
 
 def represented(x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray:
-    """The values that quantized activations stand for, f64[M, K]."""
+    """The values of the quantized activations: f64[M, K]."""
     m, k = x.shape
     if activation == "a16":
         return np.asarray(x, np.float64)
@@ -81,8 +81,8 @@ def represented(x: jax.Array, weight: Int4Weight, activation: str) -> np.ndarray
 def test_the_meaning_is_the_reference(
     platform: str, m: int, n: int, k: int, group_size: int | None, dtype: str, activation: str
 ) -> None:
-    # |kernel − exact| and |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|: 16 roundings of
-    # float32, where one misplaced nibble or scale costs 2^-10 and more.
+    # |kernel − exact| and |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, 16 float32
+    # roundings. One misplaced nibble or scale costs at least 2^-10.
     x, weight = random_rows(m, k), random_int4(n, k, group_size, dtype)
     y = interpreted(platform, x, weight, activation)
     values, w = represented(x, weight, activation), np.asarray(dequantize(weight), np.float64)
@@ -98,7 +98,7 @@ def test_the_meaning_is_the_reference(
 def test_a_row_does_not_depend_on_the_others(
     platform: str, activation: str, group_size: int | None
 ) -> None:
-    # kernel(x)[row] has the same bits however many rows there are, and wherever it stands.
+    # A row has the same bits for any number of rows and at any position.
     x, weight = random_rows(33, 300), random_int4(96, 300, group_size)
     y = interpreted(platform, x, weight, activation)
     for m in (1, 17):
@@ -107,8 +107,8 @@ def test_a_row_does_not_depend_on_the_others(
 
 
 def test_every_tile_of_rows_runs_the_same_program() -> None:
-    # What holds for the bits here holds on a device if M chooses nothing but the number of tiles.
-    # (The TPU's tiles do depend on M: tests/kernels/test_mosaic_tpu.py.)
+    # These bits hold on a device if M changes only the number of tiles. The TPU's tiles depend on
+    # M; tests/kernels/test_mosaic_tpu.py tests them.
     def program(m: int) -> str:
         jaxpr = jax.make_jaxpr(triton_gpu.matmul)(random_rows(m, 300), weight)
         [call] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
@@ -120,8 +120,8 @@ def test_every_tile_of_rows_runs_the_same_program() -> None:
 
 @platforms
 def test_without_groups_the_integers_are_summed_exactly(platform: str) -> None:
-    # 1 · 3 + 16709 · 127 · -8 + 19096 · 127 · 7 = 3, but half way the sum is odd and beyond 2^24:
-    # an accumulator of float32 returns 4.
+    # 1 · 3 + 16709 · 127 · -8 + 19096 · 127 · 7 = 3. The partial sum is odd and beyond 2^24, so a
+    # float32 accumulator returns 4.
     x = jnp.full((1, 35806), 127, jnp.float32).at[:, 0].set(1)
     row = np.repeat(np.array([3, -8, 7], np.int8), [1, 16709, 19096])
     weight = int4_from_integers(jnp.asarray(row[None]), jnp.ones((1, 1), jnp.float32), None)
@@ -137,7 +137,7 @@ def test_a16_rounds_float32_to_bfloat16(platform: str) -> None:
 
 
 def lowered(function, platform: str, *args: object) -> str:
-    """What the platform's compiler is given, without a device of that platform."""
+    """Lowers to the input of the platform's compiler, without a device."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform])):
         return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
@@ -157,7 +157,7 @@ def test_the_kernel_lowers(platform: str, activation: str, group_size: int | Non
 def test_the_door_leads_to_the_platform_s_kernel(activation: str) -> None:
     x, weight = random_rows(3, 512), random_int4(96, 512, 128)
     for platform in DEVICES:
-        for each in (weight, interleave(weight)):  # of which only a CPU's kernel knows
+        for each in (weight, interleave(weight)):  # only CPU kernels read interleaved weights
             text = lowered(lambda x, w: door.matmul(x, w, activation), platform, x, each)
             for target, call in CUSTOM_CALLS.items():
                 assert (call in text) == (target == platform)
@@ -166,7 +166,7 @@ def test_the_door_leads_to_the_platform_s_kernel(activation: str) -> None:
 @platforms
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_weight_is_unpacked_inside_the_kernel(platform: str, activation: str) -> None:
-    # No array that the kernel takes or leaves has more elements than the packed weight.
+    # No operand or result of the kernel has more elements than the packed weight.
     x, weight = random_rows(3, 512), random_int4(96, 512, 128)
     text = lowered(lambda x, w: door.matmul(x, w, activation), platform, x, weight)
     shapes = [shape.split("x") for shape in re.findall(r"tensor<([\dx]+)x[a-z]", text)]

@@ -1,4 +1,4 @@
-"""The kernel of the platform at hand is called, and no other is traced or imported."""
+"""Only the current platform's kernel is traced, imported and called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = jnp.arange(6.0).reshape(2, 3)
 
 
 class Kernels:
-    """Kernels that compute different things, and the names of those that were traced."""
+    """Kernels with different results, and the names of the traced ones."""
 
     def __init__(self) -> None:
         self.traced: list[str] = []

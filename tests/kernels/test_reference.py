@@ -1,4 +1,4 @@
-"""The reference kernels against float64 numpy: the definition itself."""
+"""Compares the reference kernels with their definition in float64 NumPy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a16_is_the_product_with_the_dequantized_weight(m, n, k, group_size) -> 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 172), (9, 33, 640)])
 @pytest.mark.covering(1)
 def test_quantized_activations_by_the_equation(m, n, k, group_size, activation) -> None:
-    """y = Σ_k (qx · sx)(qw · sw), the activations rounded here in plain numpy."""
+    """y = Σ_k (qx · sx)(qw · sw), with the activations rounded in NumPy."""
     x, weight = _normal(m, k), round_to_nearest(_normal(n, k, seed=1), group_size)
     rounded = np.zeros((m, k))
     for begin in range(0, k, group_size or k):
@@ -67,7 +67,7 @@ def test_quantization_is_the_same_compiled_and_not() -> None:
 
 
 def test_integer_products_are_exact_for_one_scale_per_channel() -> None:
-    """A long row of largest magnitudes: beyond what one float32 sum holds exactly."""
+    """A long row of the largest magnitudes exceeds the integers that float32 holds exactly."""
     k = 32768
     x = jnp.ones((2, k)).at[0, 1].set(126 / 127)
     weight = round_to_nearest(jnp.full((2, k), 7.0), None)
@@ -97,7 +97,7 @@ def test_norm_by_the_book() -> None:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("tree", [False, True])
 def test_attention_by_the_book(window: int | None, tree: bool) -> None:
-    """A plain softmax over the visible slots of each token, in float64."""
+    """Compares with a plain softmax over each token's visible slots, in float64."""
     rng = np.random.default_rng(3)
     b, t, h, kv, e, slots = 2, 6, 4, 2, 16, 256
     q = rng.normal(size=(b, t, h, e))

@@ -1,4 +1,4 @@
-"""The rotary embedding's rotation: against float64, and bit for bit against itself."""
+"""Compares the rotary embedding's rotation with float64, and with itself bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same_bits(actual: jax.Array, expected: jax.Array) -> None:
 @implementations
 @pytest.mark.parametrize("shape", [(2, 3, 4, 64), (1, 1, 3, 2), (5, 2, 6), (3, 34), (2, 0)])
 def test_by_the_book(name: str, shape: tuple[int, ...]) -> None:
-    """Pair i of a head, values i and i + E / 2, is a complex number times e to the angle's i."""
+    """Values i and i + E / 2 of a head form a complex number, multiplied by exp(i · angle)."""
     operands = make_case(*shape)
     x, cos, sin = (np.asarray(operand, np.float64) for operand in operands)
     half = shape[-1] // 2
@@ -64,7 +64,7 @@ def test_bfloat16_is_the_rounded_result(name: str) -> None:
 @implementations
 @pytest.mark.parametrize("width", [6, 64])
 def test_a_row_does_not_depend_on_the_others(name: str, width: int) -> None:
-    rows = make_case(600, 2, width)  # of 64, enough for two threads
+    rows = make_case(600, 2, width)  # with 64 features, enough for two threads
     whole = jitted(name)(*rows)
     for m in (1, 2, 7, 33):
         same_bits(jitted(name)(*(operand[:m] for operand in rows)), whole[:m])

@@ -1,4 +1,4 @@
-"""Sums over a row: right, and with the same bits however many rows share the call."""
+"""Sums over a row are correct and have the same bits for any number of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_sums_are_right(size: int) -> None:
 @pytest.mark.optimized
 @pytest.mark.parametrize("function", [row_sum, running_sums])
 def test_other_rows_change_nothing(function: Callable[[jax.Array], jax.Array]) -> None:
-    """The exponentials before a sum and the division after it keep their bits too."""
+    """Exponentials before a sum and divisions after it keep their bits too."""
     x = 3 * jax.random.normal(jax.random.key(0), (32, 4093))
 
     @jax.jit

@@ -1,9 +1,9 @@
 """The C++ library under the address and undefined-behaviour sanitizers.
 
-The library is built without optimization, which takes seconds instead of minutes, for portable C++
-and for the best instruction set that this machine has. The real XLA calls it, in a process whose
-memory functions are the sanitizer's: every array that XLA allocates is guarded to the byte.
-(Prefetches are not accesses: a sanitizer does not see them, and they do no harm out of bounds.)
+The library is built without optimization, in seconds instead of minutes, for portable C++ and for
+this machine's best instruction set. XLA calls it in a process that uses the sanitizer's memory
+functions, which guard every array of XLA to the byte. Sanitizers do not check prefetches, which are
+harmless out of bounds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FLAGS = (
 
 
 def runtimes() -> list[str]:
-    """The libraries that must be in the process before Python; empty where one is missing.
+    """The libraries to load before Python; empty if one is missing.
 
-    C++'s own is among them, because a sanitizer looks for its exceptions when the process starts.
+    The C++ standard library is included, because sanitizers look for its exceptions at the start.
     """
     if COMPILER is None or not instruction_sets():
         return []
@@ -47,7 +47,7 @@ def runtimes() -> list[str]:
 
 RUNTIMES = runtimes()
 pytestmark = [
-    pytest.mark.exhaustive,  # compiles the library anew
+    pytest.mark.exhaustive,  # compiles the library
     pytest.mark.skipif(not RUNTIMES, reason="needs g++ and its sanitizers"),
 ]
 
@@ -56,7 +56,7 @@ pytestmark = [
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of pallas_kernels whose library is built with sanitizers."""
     folder = tmp_path_factory.mktemp("sanitized")
-    # Without its sources, as it is installed, the copy takes the library that it finds.
+    # A package without sources, such as an installed one, uses the library beside it.
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "src", "CMakeLists.txt")
     shutil.copytree(ROOT / "pallas_kernels", folder / "pallas_kernels", ignore=ignored)
     best = instruction_sets()[0]
@@ -66,7 +66,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if source.name != "kernels.cc"
     ]
     machines = {best: ["-march=native"], "portable": []}
-    if best == "avx512_amx":  # whose kernels leave to these what tiles do not do
+    if best == "avx512_amx":  # its kernels use these for work without tiles
         machines["avx512_bf16"] = ["-march=native", "-mno-amx-int8", "-mno-amx-bf16"]
     for name, machine in machines.items():
         units.append((SOURCES / "common" / "kernels.cc", [f"-DSPECJAX_ISA={name}", *machine]))
@@ -87,13 +87,13 @@ def compile_(*arguments: str) -> None:
 
 
 def run(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python over the sanitized package.
+    """Runs Python with the sanitized package.
 
-    -S: without the site-packages' .pth files, one of which may lead to the installed package.
+    -S skips the .pth files of site-packages, which may lead to the installed package.
     """
     environment = os.environ | {
         "LD_PRELOAD": ":".join(RUNTIMES),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps what it has until it ends
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python does not free all memory at exit
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(package), str(ROOT), *filter(None, sys.path)]),
     }

@@ -1,7 +1,6 @@
-"""The Triton kernel serves every quantized format with the reference's meaning.
+"""The Triton kernel agrees with the reference in every quantized format.
 
-`tests/kernels/test_pallas_kernels.py` holds what it shares with the TPU's; here are the formats
-themselves.
+`tests/kernels/test_pallas_kernels.py` has the tests that the TPU kernel shares.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ FORMATS = (
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.covering(1)
 def test_the_meaning_is_the_reference(name: str, activation: str) -> None:
-    # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, where w counts the zero it is lessened
-    # by: one misplaced nibble, scale or zero costs 2^-10 and more.
+    # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, where w includes its zero. One
+    # misplaced nibble, scale or zero costs at least 2^-10.
     x, weight = random_rows(17, 300), random_weight(name, 72, 300)
     y = jax.jit(lambda x, w: triton_gpu.matmul(x, w, activation, interpret=True))(x, weight)
     sizes = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(weight))).T

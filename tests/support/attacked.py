@@ -1,9 +1,9 @@
-"""Runs the programs of attacks.txt in a setting, and says what became of them and of the system.
+"""Runs the programs of attacks.txt in a setting and reports their outcomes and effects.
 
-A script, because a setting is given up with its process: as whom it runs, and what it refuses. It
-imports the sandbox by its file, since that user may not read JAX. It prints JSON: `outcomes`, each
-with passed, reason, walls and seconds; `harm`, a list of sentences; `grown`, by how many kilobytes
-the memory of the evaluator grew; or `refusal`, why nothing ran.
+It is a script because a setting (the user, and the refused system calls) lasts as long as its
+process. It imports the sandbox by its file, because that user may not read JAX. It prints JSON:
+`outcomes`, each with passed, reason, walls and seconds; `harm`, a list of sentences; `grown`, the
+growth of the evaluator's memory in kilobytes; or `refusal`, the reason why nothing ran.
 
     python attacked.py '{"user": 65534, "refused": ["namespaces"], "unsafe": false, "names": [...]}'
 """
@@ -33,7 +33,7 @@ _TESTS = {"forge": "assert f() is True\nassert False", "reach": "assert f() is T
 _UNSHARE = {"x86_64": 272, "aarch64": 97}
 _LANDLOCK = 444
 _JOBS = 4
-_SLOW = 13  # a priority that nobody else gives
+_SLOW = 13  # a priority that no other code sets
 _HARMLESS = """
 import decimal, heapq, threading
 with open("note", "w") as file:
@@ -47,7 +47,7 @@ def f(numbers):
 
 
 class Attack(NamedTuple):
-    """A program, what it tries, and the tests that it must not pass."""
+    """A program, its aim, and the tests that it must not pass."""
 
     kind: str
     name: str
@@ -79,7 +79,7 @@ def main() -> None:
             os.setresuid(*[setting["user"]] * 3)
             ctypes.CDLL(None).prctl(
                 4, ctypes.c_ulong(1), 0, 0, 0
-            )  # readable, as a user's processes
+            )  # readable, like a user's processes
         sandbox = load_sandbox()
         program = sandbox.Program(_HARMLESS, "assert f([3, 1, 2]) == ('here', 1)", ("f",))
         try:
@@ -106,7 +106,7 @@ def _attacked(sandbox: Any, folder: Path, setting: dict[str, Any]) -> dict[str, 
 
     with _surroundings(folder) as (places, harm), ThreadPoolExecutor(_JOBS) as pool:
         chosen = [each for each in attacks() if each.name in setting["names"]]
-        attack(chosen[0])  # threads and selectors exist from here on
+        attack(chosen[0])  # creates the threads and selectors
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         outcomes = dict(pool.map(attack, chosen))
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -116,7 +116,7 @@ def _attacked(sandbox: Any, folder: Path, setting: dict[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def _surroundings(folder: Path) -> Iterator[Any]:
-    """What a program may want to reach, and a function that says what it reached."""
+    """Targets that a program may try to reach, and a function that reports the reached ones."""
     secret, canary, name = folder / "secret", folder / "canary", str(folder / "socket")
     secret.write_text("a secret")
     canary.mkdir()
@@ -173,7 +173,7 @@ def _reached(listening: socket.socket) -> bool:
 
 
 def living(base: Path) -> list[int]:
-    """Other processes that have this folder in their arguments: those of the sandbox."""
+    """The sandbox's processes: others with this folder in their arguments."""
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ def _filled(source: str, places: dict[str, Any]) -> str:
 
 
 def load_sandbox() -> Any:
-    """The module of the sandbox, without the package around it."""
+    """Imports the sandbox's module without its package."""
     path = _HERE.parents[2] / "specjax" / "evaluation" / "sandbox.py"
     spec = importlib.util.spec_from_file_location("sandbox", path)
     assert spec is not None and spec.loader is not None
@@ -199,7 +199,7 @@ def load_sandbox() -> Any:
 
 
 def refuse(what: list[str]) -> None:
-    """Makes this process's system one that has no namespaces, or no Landlock."""
+    """Makes system calls for namespaces or Landlock fail in this process."""
     numbers = {"namespaces": _UNSHARE[os.uname().machine], "landlock": _LANDLOCK}
     filter_ = [(0x20, 0, 0, 0)]
     for each in what:

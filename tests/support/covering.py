@@ -1,4 +1,4 @@
-"""Chooses few cases of many for `make test`; `make test-all` runs the others too."""
+"""Chooses a few cases of many for `make test`. `make test-all` runs all of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
-    """Greedily chooses cases until every combination of `strength` values that occurs is in one.
+    """Greedily chooses cases that cover every combination of `strength` values that occurs.
 
     Args:
-        cases: The value of each parameter in every case; all name the same parameters.
+        cases: The value of each parameter in every case. All cases have the same parameters.
         strength: 1 for every value of every parameter, 2 for every pair of values, and so on.
 
     Returns:
-        The numbers of the chosen cases, ascending. The same cases give the same choice.
+        The indices of the chosen cases, ascending. The choice is deterministic.
     """
     parts = [frozenset(combinations(sorted(case.items()), strength)) for case in cases]
     missing = set().union(*parts)
@@ -29,7 +29,7 @@ def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int
 
 
 def representatives(cases: Iterable[object], *chosen: object) -> list[object]:
-    """The cases as parameters; those that are not chosen are exhaustive."""
+    """The cases as pytest parameters. Cases that are not chosen are marked exhaustive."""
     cases = list(cases)
     if unknown := [each for each in chosen if each not in cases]:
         raise ValueError(f"these are not among the cases: {unknown}")

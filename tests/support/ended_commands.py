@@ -1,4 +1,4 @@
-"""Commands that write, run in processes of their own and ended at any moment."""
+"""Runs commands that write in separate processes and ends them at any moment."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from checkpoints_tools import checkpoint
 from tests.conftest import ROOT
 
 SPECJAX = (sys.executable, "-m", "specjax.cli")
-_PATIENCE = 120.0  # seconds for a command
-_GRACE = 3.0  # seconds for the processes that it started to end after it
+_PATIENCE = 120.0  # seconds for a command to end
+_GRACE = 3.0  # seconds for its child processes to end
 
 
 class Ended(NamedTuple):
-    """status; errors: its standard error; lasted: seconds until the signal, or until it ended."""
+    """The exit status, standard error, and seconds until the signal or the end."""
 
     status: int
     errors: str
@@ -38,9 +38,9 @@ class Ended(NamedTuple):
 class Command:
     """A command that writes.
 
-    folder: where it runs; its output appears there, and whatever it leaves.
+    folder: the folder that it runs in, which receives its output and leftovers.
     arguments: the whole command line.
-    output: the path in the folder of what it writes.
+    output: the path of its output in the folder.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class Command:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
-        """The command in its process; it must have ended with the block, and all its children."""
+        """Starts the command, and kills it at the end of the block."""
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             self.arguments, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ class Command:
             process.wait()
 
     def run(self) -> tuple[float, float]:
-        """Runs it to its end. Returns the seconds until it wrote something, and until its end."""
+        """Runs it to its end. Returns the seconds until it first wrote, and until its end."""
         before, begin = self.look(), time.perf_counter()
         with self.running() as process:
             while self.look() == before and process.poll() is None:
@@ -77,9 +77,9 @@ class Command:
         return wrote, time.perf_counter() - begin
 
     def kill(self, number: int, delay: float, *, writing: bool) -> Ended:
-        """Sends it a signal so many seconds after its start, or after it began to write.
+        """Sends it a signal some seconds after its start, or after it began to write.
 
-        All that it started has ended with it.
+        Its child processes must have ended too.
         """
         before = self.look()
         with self.running() as process:
@@ -97,18 +97,18 @@ class Command:
         return Ended(process.returncode, errors, lasted)
 
     def look(self) -> list[tuple[str, int]]:
-        """What lies in the folder."""
-        with contextlib.suppress(FileNotFoundError):  # it was removed in this moment
+        """The files in the folder, with their modification times."""
+        with contextlib.suppress(FileNotFoundError):  # removed during the walk
             return sorted((str(each), each.stat().st_mtime_ns) for each in self.folder.rglob("*"))
         return []
 
     def hidden(self) -> list[Path]:
-        """What lies hidden beside the output."""
+        """The hidden files beside the output."""
         beside = self.target.parent
         return list(beside.glob(".*")) if beside.is_dir() else []
 
     def content(self) -> str | None:
-        """A digest of the output; None where there is none."""
+        """A digest of the output; None if it does not exist."""
         return _digest(self.target) if self.target.exists() else None
 
     def clear(self) -> None:
@@ -123,7 +123,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _digest(path: Path) -> str:
-    """Of a checkpoint's numbers, whose files differ from time to time; else of all files."""
+    """A digest of a checkpoint's numbers, because its files may differ; else of all files."""
     found = hashlib.sha256()
     if checkpoint.is_checkpoint(path):
         params = checkpoint.load(path)

@@ -1,4 +1,4 @@
-"""Runs a reader on damaged and hostile files: nothing but ValueError and OSError comes out."""
+"""Runs readers on damaged and hostile files. They may only raise ValueError and OSError."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
-# A reader is prepared in a folder: what reads a case, and the cases.
+# A function that reads a case, and the strategy of its cases.
 Reader = tuple[Callable[[Any], object], st.SearchStrategy[Any]]
-CASES = int(os.environ.get("SPECJAX_FUZZ_CASES", "0"))  # of every reader; 0: as the time allows
+CASES = int(os.environ.get("SPECJAX_FUZZ_CASES", "0"))  # per reader; 0: as many as time allows
 _BATCH = 100
-_LONGEST = 20  # seconds that one case may take on a busy machine
+_LONGEST = 20  # seconds per case, on a busy machine
 
 
 def reads(file: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
-    """Reads after a case has become the contents of a file."""
+    """Writes a case to the file, then reads it."""
 
     def write_and_read(data: bytes) -> object:
         file.write_bytes(data)
@@ -30,18 +30,19 @@ def reads(file: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
 
 
 class HangError(BaseException):
-    """A case takes too long. A reader that catches Exception must not catch it."""
+    """A case takes too long. It derives from BaseException, so readers do not catch it."""
 
 
 def fuzz_a_little(read: Callable[[Any], object], cases: st.SearchStrategy[Any], count: int) -> None:
-    """The same cases at every run."""
+    """Runs the same cases every time."""
     _fuzz(read, cases, count, derandomize=True)
 
 
 def fuzz(read: Callable[[Any], object], cases: st.SearchStrategy[Any], seconds: float) -> int:
-    """New cases at every run: CASES of them, or as many as `seconds` allow.
+    """Runs new cases every time: CASES of them, or as many as `seconds` allow.
 
-    Returns the number of cases.
+    Returns:
+        The number of cases.
     """
     begun, count = time.monotonic(), 0
     while count < CASES or (not CASES and time.monotonic() - begun < seconds):

@@ -28,7 +28,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, n: int, k: int, seed: int = 0) -> np.ndarray:
-    """Blocks of random bits, uint8[N, bytes of a row], with scales that are finite."""
+    """Blocks of random bits with finite scales: uint8[N, bytes per row]."""
     rng = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n, k // block, size), dtype=np.uint8)
@@ -36,7 +36,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, n: int, k: int, seed: int = 0
     count = halves.get(kind.name, 0)
     scales = rng.normal(scale=0.02, size=(n, k // block, count)).astype(np.float16)
     blocks[..., : 2 * count] = scales.view(np.uint8)
-    if kind.name == "Q6_K":  # whose scale comes last
+    if kind.name == "Q6_K":  # its scale comes last
         last = rng.normal(scale=1e-4, size=(n, k // block, 1)).astype(np.float16)
         blocks[..., -2:] = last.view(np.uint8)
     if kind.name == "MXFP4":
@@ -47,7 +47,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, n: int, k: int, seed: int = 0
 def random_tensors(
     config: ModelConfig = CONFIG, kind: str = "Q4_1", seed: int = 0
 ) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
-    """The tensors of a model by GGUF's names: matrices in `kind`, the embedding in Q8_0."""
+    """A model's tensors by GGUF name: matrices in `kind`, the embedding in Q8_0."""
     rng = np.random.default_rng(seed)
     kinds, found = gguf.GGMLQuantizationType, {}
     for name, shape in weight_shapes(config).items():
@@ -65,7 +65,7 @@ def random_tensors(
 
 
 def fields(architecture: str = "llama", config: ModelConfig = CONFIG) -> dict[str, Any]:
-    """The metadata of a model, by GGUF's names."""
+    """A model's metadata by GGUF name."""
     sizes = {
         "block_count": config.num_layers, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
@@ -94,7 +94,7 @@ def write_gguf(
     architecture: str = "llama",
     split: int = 0,
 ) -> Path:
-    """Writes a model as one file, or as parts of so many tensors. Returns the (first) file."""
+    """Writes a model as one file, or as parts of a few tensors. Returns the first file."""
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for name, value in metadata.items():
         _add(writer, name, value)

@@ -1,4 +1,4 @@
-"""Small Hugging Face directories, made in a moment and without torch."""
+"""Small Hugging Face directories, made without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 
 
 def write_config(path: Path, **changes: Any) -> Path:
-    """config.json with FIELDS and `changes`; a change to ... leaves the field out."""
+    """Writes config.json with FIELDS and `changes`. A change to ... removes the field."""
     path.mkdir(parents=True, exist_ok=True)
     fields = {name: value for name, value in (FIELDS | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(fields))
@@ -46,7 +46,7 @@ def write_config(path: Path, **changes: Any) -> Path:
 
 
 def random_tensors(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """The tensors that the config.json in `path` asks for, by Hugging Face's names."""
+    """The tensors for the config.json in `path`, by Hugging Face's names."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[json.loads((path / "config.json").read_text())["torch_dtype"]]
     return {
@@ -56,7 +56,7 @@ def random_tensors(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], shards: int = 2) -> Path:
-    """Writes `tensors` as so many shards with an index, or as one file without."""
+    """Writes `tensors` as several shards with an index, or as one file without an index."""
     names = list(tensors)
     size = math.ceil(len(names) / shards)
     parts = [names[start : start + size] for start in range(0, len(names), size)]
@@ -72,7 +72,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], shards: int = 2
 
 
 def write_sparse(path: Path, **changes: Any) -> Path:
-    """A directory of zeros that take no room on the disk, however many there are."""
+    """Writes a directory of zeros in sparse files, which take no space on disk."""
     write_config(path, **changes)
     header, end = {}, 0
     for name, shape in weight_shapes(read_config(path)).items():
@@ -87,6 +87,6 @@ def write_sparse(path: Path, **changes: Any) -> Path:
 
 
 def write_model(path: Path, *, shards: int = 2, seed: int = 0, **changes: Any) -> Path:
-    """A whole directory of random weights."""
+    """Writes a complete directory with random weights."""
     write_config(path, **changes)
     return write_tensors(path, random_tensors(path, seed), shards)

@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Repositories are folders, owner/name, of the server's root; "gated" ones refuse."""
+    """Repositories are folders, owner/name, in the server's root. "gated" ones are refused."""
 
     server: HubServer
 
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class HubServer(ThreadingHTTPServer):
-    """Serves the repositories below `root`; `asked` lists the paths of all requests."""
+    """Serves the repositories below `root`. `asked` lists the paths of all requests."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m\u202e"
-_RAW = {  # texts that stand for what `json.dumps` cannot write
+_RAW = {  # placeholders for texts that `json.dumps` cannot write
     "@deep@": "[" * 100_000 + "]" * 100_000,
     "@deep object@": '{"a":' * 2000 + "1" + "}" * 2000,
     "@infinite@": "1e999",
@@ -28,7 +28,7 @@ VALUES: tuple[Any, ...] = (
 
 @st.composite
 def changed_json(draw: st.DrawFn, valid: Any) -> bytes:
-    """A valid value with a few of its parts replaced, removed, doubled or exchanged, as JSON."""
+    """JSON of a valid value with some parts replaced, removed, duplicated or exchanged."""
     value = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
         value = _changed(draw, value)
@@ -65,7 +65,7 @@ def _value(draw: st.DrawFn) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Every place within a value: the object or list, and the key or index."""
+    """Every place in a value: the object or list, and the key or index."""
     if not isinstance(value, dict | list):
         return
     for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
@@ -75,10 +75,10 @@ def _places(value: Any) -> Any:
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Valid contents, cut, overwritten, or with a piece taken out, doubled or put in."""
+    """Valid contents, cut, overwritten, or with a piece removed, duplicated or inserted."""
     data = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
-        # Half of the damage is done at the beginning, where formats have their headers.
+        # Half of the damage is at the beginning, where formats have their headers.
         end = draw(st.sampled_from((len(data), min(len(data), 200))))
         begin = draw(st.integers(0, end))
         size = draw(st.sampled_from((0, 1, 1, 2, 4, 8, 50)))

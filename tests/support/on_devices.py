@@ -1,4 +1,4 @@
-"""The cases of test_parallel.py that need eight devices: every case prints a line of JSON.
+"""The cases of test_parallel.py that need eight devices. Each prints a line of JSON.
 
 python -m tests.support.on_devices
 """
@@ -48,7 +48,7 @@ def calibration() -> np.ndarray:
 
 
 def models() -> dict[str, specjax.Params]:
-    """One per way in which a weight is stored or its inputs are changed."""
+    """One model for each way to store a weight or change its inputs."""
     wide = random_model(WIDE)
     biases = dict.fromkeys(LINEARS, None)
     for name in biases:
@@ -70,7 +70,7 @@ def models() -> dict[str, specjax.Params]:
             WIDE, tie_word_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True
         ),
     )
-    # 172 features and 90 tokens are not divided by eight: gate, up, embedding and head stay whole.
+    # Eight does not divide 172 features or 90 tokens: gate, up, embedding and head stay whole.
     odd = dataclasses.replace(WIDE, intermediate_size=172, vocab_size=90, dtype="float32")
     return {
         "rtn": quantize(wide, "rtn"),
@@ -89,9 +89,9 @@ SAMPLING = {"sampling": specjax.Sampling(temperature=0.8, top_p=0.9)}
 def equal(
     params: Any, data: int, tensor: int, drafter: Callable[[Any], Any] | None = None, **options: Any
 ) -> None:
-    """`decode` over a mesh gives the tokens, counts and levels of one device.
+    """`decode` on a mesh gives the tokens, counts and levels of one device.
 
-    drafter: what makes a drafter, given what brings its model to the target's devices.
+    drafter: makes a drafter from a function that places its model on the target's devices.
     """
     where = mesh(data, tensor)
     if "sampling" in options:
@@ -140,7 +140,7 @@ def a4(place: Callable[[Any], Any]) -> Any:
 
 
 def rounds_one_by_one() -> None:
-    """`start` and `step` take a divided model through the same states."""
+    """`start` and `step` give a divided model the same states."""
     drafter, divided = specjax.QSpec(), shard(RTN, mesh(2, 4))
     states = [start(params, PROMPTS, max_new_tokens=NEW) for params in (RTN, divided)]
     for _ in range(3):
@@ -153,10 +153,10 @@ def rounds_one_by_one() -> None:
 
 
 def many_prompts() -> None:
-    """More prompts than rows, and fewer, over data × tensor: what one device makes of them."""
+    """More prompts than rows, and fewer, on data × tensor give one device's results."""
     prompts = random_prompts((5, 70, 3, 7, 12, 4, 9), WIDE.vocab_size)
     divided = shard(RTN, mesh(2, 4))
-    for chosen, rows in ((prompts, 4), (prompts[:3], 8)):  # 8 become 4, a multiple of the axis
+    for chosen, rows in ((prompts, 4), (prompts[:3], 8)):  # 8 rows become 4, a multiple of the axis
         runs = [
             specjax.decode_many(params, chosen, rows=rows, max_new_tokens=NEW, logprobs=2)
             for params in (RTN, divided)
@@ -170,7 +170,7 @@ def many_prompts() -> None:
 
 
 def likelihoods() -> None:
-    """What a model says of given text, in chunks and in one pass, with a quantized cache."""
+    """Likelihoods of given text are the same, in chunks and in one pass, with a quantized cache."""
     divided = shard(RTN, mesh(2, 4))
     texts = random_prompts((5, 70, 3, 7, 12), WIDE.vocab_size)
     pairs = [(text[:2], text[2:]) for text in texts]
@@ -180,10 +180,10 @@ def likelihoods() -> None:
 
 
 def bytes_per_device() -> None:
-    """Weights and cache lie divided: a device has its share, norms and orders besides."""
+    """Weights and cache are divided: a device holds its share, and all norms and orders."""
     for name, params in MODELS.items():
         if name == "odd":
-            continue  # its matrices stay whole where they are not divided
+            continue  # some of its matrices stay whole
         for data, tensor in ((1, 2), (1, 4), (1, 8), (2, 4)):
             divided = shard(params, mesh(data, tensor))
             held = device_bytes(divided)
@@ -201,7 +201,7 @@ def bytes_per_device() -> None:
 
 
 def nothing_gathers_weights() -> None:
-    """The compiled program moves activations alone, each smaller than the smallest weight."""
+    """The compiled program moves only activations, each smaller than the smallest weight."""
     smallest = min(linear.weight.nbytes for linear in RTN.linears())
     prompt = np.array([prompt[:3] for prompt in PROMPTS])
     assert not collectives(RTN, prompt, NEW)
@@ -214,7 +214,7 @@ def nothing_gathers_weights() -> None:
 
 
 def restored_into_shards() -> None:
-    """`load` gives every device what `shard` gives it."""
+    """`load` gives every device the same arrays as `shard`."""
     for name in ("atom", "mxfp4-tied-biased"):
         with tempfile.TemporaryDirectory() as folder:
             specjax.save(MODELS[name], Path(folder) / "model")
@@ -229,7 +229,7 @@ def restored_into_shards() -> None:
 
 
 def refusals() -> None:
-    """What cannot be divided is refused in a sentence that says what could be."""
+    """A mesh that cannot divide the model is refused, and the message says what is accepted."""
     divided = shard(RTN, mesh(2, 4))
     few = random_model(dataclasses.replace(WIDE, num_kv_heads=2))
     draft = specjax.DraftModel(RTN)

@@ -43,7 +43,7 @@ def main(port: str, process: int) -> None:
     multihost_utils.sync_global_devices("both have reported")
     if process == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    while True:  # until it is noticed that the other process is gone
+    while True:  # until JAX notices that the other process is gone
         specjax.decode(divided, PROMPTS, max_new_tokens=NEW).tokens.block_until_ready()
 
 

@@ -1,8 +1,7 @@
-"""Quantized layers as other projects store them, packed from the layouts' definitions, and models
-of them.
+"""Packs quantized layers, and models of them, by the definitions of other projects' layouts.
 
-Every packer returns the tensors of one layer by their names in the module, and the values that the
-format's own rule gives for them: f32[N, K].
+Every packer returns the tensors of one layer by their names in the module, and their values by the
+format's definition: f32[N, K].
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
-EVEN = {"num_hidden_layers": 1, "intermediate_size": 192}  # what AWQ's packing needs
-ODD = {"num_hidden_layers": 1, "intermediate_size": 172}  # no multiple of a group or of a word
+EVEN = {"num_hidden_layers": 1, "intermediate_size": 192}  # sizes that AWQ can pack
+ODD = {"num_hidden_layers": 1, "intermediate_size": 172}  # not a multiple of a group or a word
 
 
 def words(fields: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> np.ndarray:
@@ -46,21 +45,21 @@ def random_layer(
     size = k if group_size == -1 else group_size
     groups = -(-k // size)
     scales = rng.uniform(0.002, 0.02, (n, groups)).astype(np.float16)
-    scales[0, 0] = 0  # a group of zeros, as quantizers store it
+    scales[0, 0] = 0  # quantizers store a group of zeros like this
     zeros = rng.integers(0, 1 << bits, (n, groups))
     zeros[0, 0], zeros[-1, -1] = 0, (1 << bits) - 1
     return rng.integers(0, 1 << bits, (n, k)), zeros, scales, np.arange(k) // size
 
 
 def values(q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """(q - zero) · scale, every input with the zero and scale of its group."""
+    """(q - zero) · scale, with each input's zero and scale by group."""
     return (q - zeros[:, group]).astype(np.float32) * scales[:, group].astype(np.float32)
 
 
 def awq(group_size: int, zero_point: bool = True) -> Packer:
     def pack(rng: np.random.Generator, n: int, k: int) -> Layer:
         q, zeros, scales, group = random_layer(rng, n, k, 4, group_size)
-        # Output 0 is in nibble 0, output 1 in nibble 4, output 2 in nibble 1, …
+        # Nibble 0 holds output 0, nibble 4 output 1, nibble 1 output 2, …
         places = (0, 4, 1, 5, 2, 6, 3, 7)
         tensors = {"qweight": words(q.T, 4, places), "scales": np.ascontiguousarray(scales.T)}
         if zero_point:
@@ -155,7 +154,7 @@ PACKED = compressed_tensors_config(4, 32, True)
 
 
 def modules(fields: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """(N, K) of the linear layers of a Llama, by Hugging Face's names; the head last."""
+    """(N, K) of a Llama's linear layers by Hugging Face name, the head last."""
     fields = FIELDS | fields
     d, f = fields["hidden_size"], fields["intermediate_size"]
     keys = d // fields["num_attention_heads"] * fields["num_key_value_heads"]
@@ -177,16 +176,16 @@ def write_quantized(
     fields: Mapping[str, Any] = ODD,
     shards: int = 1,
 ) -> dict[str, np.ndarray]:
-    """A directory with quantized layers; returns the values of these.
+    """Writes a directory with quantized layers and returns their values.
 
-    packer_of: from a layer's name to its packer, None for a layer that is not quantized.
+    packer_of: maps a layer's name to its packer, or None if the layer is not quantized.
     """
     write_config(path, **fields, quantization_config=dict(config))
     rng, tensors, values = np.random.default_rng(7), random_tensors(path), {}
     for module, (n, k) in modules(fields).items():
         packer = packer_of(module)
         if packer is not None:
-            tensors.pop(f"{module}.weight", None)  # a tied head has none
+            tensors.pop(f"{module}.weight", None)  # a tied head has no tensor
             parts, values[module] = packer(rng, n, k)
             tensors |= {f"{module}.{part}": array for part, array in parts.items()}
     write_tensors(path, tensors, shards)
@@ -198,6 +197,6 @@ def all_but_head(packer: Packer) -> Callable[[str], Packer | None]:
 
 
 def with_tensors(path: Path, changes: Mapping[str, np.ndarray | None]) -> None:
-    """Sets tensors of a directory of one file, or removes those that are None."""
+    """Sets tensors in a directory with one file, and removes those that are None."""
     tensors = {**load_file(path / "model.safetensors"), **changes}
     save_file({n: a for n, a in tensors.items() if a is not None}, path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Small random models whose greedy output is not a constant loop."""
+"""Small random models whose greedy output does not loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_model(config: ModelConfig = CONFIG, seed: int = 0) -> Params:
 
 
 def quantized_model(config: ModelConfig = CONFIG, seed: int = 0, **options: object) -> Params:
-    """The same in 4 bits."""
+    """`random_model` in 4 bits."""
     return quantize(random_model(config, seed), "rtn", **options)
 
 

@@ -36,7 +36,7 @@ def random_int4(
     zeros: bool = False,
     minima: bool = False,
 ) -> Int4Weight:
-    """Every integer from -8 to 7; scales that differ by a factor of eight from group to group."""
+    """A weight with every integer from -8 to 7. Scales vary by a factor of eight between groups."""
     rng = np.random.default_rng([n, k])
     groups = 1 if group_size is None else -(-k // group_size)
     scales = jnp.asarray(rng.uniform(0.005, 0.04, (n, groups)), dtype)
@@ -54,7 +54,7 @@ def random_minima(scales: jax.Array, levels: int) -> jax.Array:
 
 
 def with_outliers(n: int, k: int) -> Int4Weight:
-    """A few columns at 8 bits, ten times as large as the others."""
+    """Moves a few columns, ten times as large as the others, to 8 bits."""
     rng = np.random.default_rng([n, k, 1])
     weight = random_int4(n, k)
     columns = jnp.asarray(np.sort(rng.choice(k, size=min(k, 20), replace=False)), jnp.int32)
@@ -100,6 +100,6 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
 
 
 def random_rows(m: int, k: int, dtype: str = "bfloat16") -> jax.Array:
-    """[M, K], rows of different magnitudes."""
+    """Rows of different magnitudes: [M, K]."""
     rng = np.random.default_rng([m, k])
     return jnp.asarray(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), dtype)

@@ -1,4 +1,4 @@
-"""Checks the shapes and dtypes in annotations while the tests run; pyproject.toml loads it.
+"""Checks the shapes and dtypes in annotations while the tests run. pyproject.toml loads it.
 
 jaxtyping compiles the checks into the modules below when they are imported, so this plugin must be
 loaded before anything imports them.
@@ -24,5 +24,5 @@ CHECKED = (
     "specjax.speculation.verification",
 )
 
-typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as for mypy
+typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))  # int counts as float, as in mypy
 install_import_hook(CHECKED, f"{__name__}.typechecker")

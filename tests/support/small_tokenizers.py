@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind that differ from the shipped one, and how they spell tokens."""
+"""Small tokenizers of each kind, different from the shipped one, and their spellings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SENTENCES = (
 
 
 def _byte_level(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over other merges than the shipped tokenizer's."""
+    """Byte-level BPE with other merges than the shipped tokenizer's."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def _byte_level(vocab_size: int) -> Tokenizer:
 
 
 def _sentencepiece(vocab_size: int) -> Tokenizer:
-    """As Llama 2's: ▁ for a space, one before the text, bytes as <0x00>, and a first token."""
+    """Like Llama 2's: ▁ for spaces, one before the text, bytes as <0x00>, and a first token."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     trainer = trainers.BpeTrainer(
@@ -66,7 +66,7 @@ def _sentencepiece(vocab_size: int) -> Tokenizer:
 
 
 def _permuted(tokenizer: Tokenizer, order: np.ndarray) -> Tokenizer:
-    """The same tokens; id i becomes order[i]."""
+    """The same tokens with other ids: i becomes order[i]."""
     written = json.loads(tokenizer._backend.to_str())
     vocab = written["model"]["vocab"]
     written["model"]["vocab"] = {token: int(order[index]) for token, index in vocab.items()}

@@ -1,6 +1,6 @@
-"""The n-gram methods in plain Python: lists, tuples and dictionaries, one row, no arrays.
+"""The n-gram methods in plain Python for one row, with lists, tuples and dictionaries.
 
-What the drafters on the device must agree with, token for token.
+The drafters on the device must agree with them, token for token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ NGram = tuple[int, ...]
 
 
 class NGrams:
-    """The last distinct n-grams, and the two dictionaries that they give."""
+    """The last distinct n-grams, and the two dictionaries over them."""
 
     def __init__(self, n: int, capacity: int, parts: bool = True) -> None:
         self.n, self.capacity, self.parts = n, capacity, parts
@@ -25,13 +25,13 @@ class NGrams:
         del self.held[: -self.capacity]
 
     def insert_text(self, text: list[int], first: int) -> None:
-        """The n-grams that end at place `first` or later; -1 stands before the beginning."""
+        """Inserts the n-grams that end at place `first` or later. -1 pads the beginning."""
         padded = [-1] * (self.n - 1) + text
         for end in range(max(first, 1), len(text)):
             self.insert([tuple(padded[end : end + self.n])])
 
     def forward(self, inside: bool) -> dict[int, list[NGram]]:
-        """token -> what followed it at the beginning of n-grams, or behind; the newest first."""
+        """token -> the rest of n-grams after it, at their start or `inside`, the newest first."""
         found = defaultdict(list)
         for ngram in reversed(self.held):
             for place in range(1, self.n - 1) if inside else range(1):
@@ -50,7 +50,7 @@ class NGrams:
         return found
 
     def next_token(self, context: list[int]) -> int | None:
-        """By the longest end of the context, at most n - 1 tokens, that is a key."""
+        """The token for the longest suffix of the context, at most n - 1 tokens, that is a key."""
         backward = self.backward()
         for size in range(min(self.n - 1, len(context)), 0, -1):
             if tuple(context[-size:]) in backward:
@@ -61,7 +61,7 @@ class NGrams:
 def prompt_lookup(
     text: list[int], draft_length: int, longest: int, shortest: int, whole: bool
 ) -> list[int]:
-    """What followed the first occurrence of the longest run of last tokens that occurs."""
+    """The tokens after the first occurrence of the longest suffix that occurs."""
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         for start in range(len(text) - size):
             follow = text[start + size :][:draft_length]
@@ -73,7 +73,7 @@ def prompt_lookup(
 
 
 def most_frequent(text: list[int], draft_length: int, n: int) -> list[int]:
-    """Token by token what followed most often, by the longest context that was seen."""
+    """The most frequent token after the longest known context, token by token."""
     successors: dict[NGram, Counter[int]] = defaultdict(Counter)
     last_seen: dict[NGram, int] = {}
     for end in range(1, len(text)):
@@ -95,10 +95,10 @@ def most_frequent(text: list[int], draft_length: int, n: int) -> list[int]:
 
 
 class Window:
-    """Lookahead and SPECTRA-CORE for one row: what is proposed, and what is learnt from a pass.
+    """Lookahead and SPECTRA-CORE for one row: proposals, and updates after a pass.
 
-    Options are the drafter's fields; backward: the most tokens of that guess. Lookahead is SPECTRA
-    without parts, backward and refine, which looks at as many n-grams as it has guesses.
+    Options are the drafter's fields. backward: the largest number of tokens in that guess.
+    Lookahead is SPECTRA without parts, backward and refine, with as many n-grams as guesses.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Window:
         return nodes[: first + self.budget]
 
     def observe(self, logits: list[list[float]], draws: list[float]) -> None:
-        """logits: after the last token and after each node; draws: one per column."""
+        """logits: after the last token and after each node. draws: one per column."""
         count, depth = len(self.columns), self.ngram - 1
         begun = set(self.ngrams.forward(inside=False))
         if self.ngrams.parts:
@@ -146,7 +146,7 @@ class Window:
             del column[0]
 
     def _window_nodes(self) -> list[tuple[int, int]]:
-        """The window without its very first token: level by level; the first level is a chain."""
+        """The window without its first token, level by level. The first level is a chain."""
         numbers = {(0, 0): -1}
         nodes = []
         for level in range(self.ngram - 1):

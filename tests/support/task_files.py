@@ -10,7 +10,7 @@ _WORDS = ("apples", "pears", "plums", "nuts", "stones", "coins", "books", "shell
 
 
 def write_tasks(folder: Path) -> None:
-    """Every task's file, with one to five items."""
+    """Writes every task's file with one to five items."""
     for name in ("prompts", "texts"):
         (folder / name).mkdir(exist_ok=True)
     _write(folder, "gsm8k_train", [_sum(a, 9 - a) for a in range(1, 9)])

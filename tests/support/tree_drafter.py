@@ -1,4 +1,4 @@
-"""A drafter of token trees, for tests: the most probable continuations by a draft model."""
+"""A test drafter of token trees: a draft model's most probable continuations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from specjax.speculation.verification import score
 class TreeDrafter(Drafter):
     """Every node of depth d has branches[d] children, the most probable one last.
 
-    params: a draft model made of the target's weights; it reads and overwrites the target's cache.
-    varied: proposals have from none to all of their nodes.
-    aside: some nodes are not verifiable.
-    drawn: when sampling, children are independent draws.
+    params: a draft model made of the target's weights. It reads and overwrites the target's cache.
+    varied: whether proposals have from none to all of their nodes.
+    aside: whether some nodes are not verifiable.
+    drawn: whether children are independent draws when sampling.
     """
 
     params: Params = dataclasses.field(repr=False)

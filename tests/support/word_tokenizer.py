@@ -1,4 +1,4 @@
-"""A tokenizer of words, as sentencepiece writes them."""
+"""A tokenizer of words, in sentencepiece's notation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import decoders, models
 
 
 class WordTokenizer:
-    """Tokens are words with their space before them, which the first word of a text loses."""
+    """Tokens are words with a leading space, which the first word of a text loses."""
 
     def __init__(self, vocab_size: int) -> None:
         vocab = {"<s>": 0, "</s>": 1} | {f"▁w{index}": index for index in range(2, vocab_size)}
