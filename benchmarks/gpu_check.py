@@ -11,7 +11,7 @@
     python -m benchmarks.gpu_check [--seed N] [--json OUT]
 
 The result is benchmarks/results/<device>/gpu_check.json. The exit status is 1 if a check fails or
-there is no GPU. `--implementation cpu` (or reference) runs the same checks without a GPU.
+the machine has no GPU. `--implementation cpu` (or reference) runs the same checks without a GPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def quoting_pages() -> list[Path]:
 
 
 def problems() -> Iterator[str]:
-    """What does not agree with the results, a sentence each."""
+    """Every disagreement with the results, one sentence each."""
     for name, text in pages().items():
         if not (DOCS / name).exists() or (DOCS / name).read_text() != text:
             yield f"docs/{name} is not what the results say: run python -m benchmarks.report"

@@ -189,7 +189,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
 def read_description(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """The model and the formats of its quantized weights, from config.json. Raises as `load`."""
     if not path.is_dir():
-        raise FileNotFoundError(f"no such directory: {path}")
+        raise FileNotFoundError(f"{path} is not a directory")
     if not is_checkpoint(path):
         raise ValueError(f"{path} is not a specjax checkpoint: its config.json does not say so")
     description = read_object(path / "config.json")
@@ -259,7 +259,7 @@ def put_together(
 
 
 def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> Weight:
-    """The same weight. Raises ValueError unless it has this shape and is as its format says."""
+    """Returns the weight. Raises ValueError unless it has this shape and matches its format."""
     for field, check in _STATIC.items():
         if hasattr(weight, field):
             check(f"{field} of {name}", getattr(weight, field))

@@ -1,4 +1,4 @@
-"""What the fields of a Hugging Face directory's JSON files accept.
+"""The values that the fields of a Hugging Face directory's JSON files accept.
 
 Every field that is read is listed here and checked before anything is computed from it. Null means
 that the field is absent. Fields that are not listed may hold anything.
@@ -22,7 +22,7 @@ def read_fields(file: Path, schema: Schema) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: the file is not a JSON object, or a field has a value that it does not accept.
     """
     fields = read_object(file)

@@ -41,7 +41,7 @@ def parse_hub_name(source: str) -> HubName | None:
 
 
 def download(name: HubName, weights: bool = True) -> Path:
-    """Downloads what a model consists of, and nothing that is in the cache already.
+    """Downloads the files of a model that the cache lacks.
 
     Args:
       name: the model's.
@@ -52,7 +52,7 @@ def download(name: HubName, weights: bool = True) -> Path:
       The directory or the GGUF file.
 
     Raises:
-      FileNotFoundError: there is no such model, revision or file.
+      FileNotFoundError: the model, revision or file does not exist.
       PermissionError: the model is gated, and no token allows it.
       OSError: the Hub cannot be reached, and the cache lacks the model.
     """

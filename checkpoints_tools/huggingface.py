@@ -94,7 +94,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> LazyCheckpoint:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise FileNotFoundError(f"no such directory: {directory}")
+        raise FileNotFoundError(f"{directory} is not a directory")
     if not (directory / "config.json").exists() and not any(directory.glob("*.safetensors")):
         raise ValueError(
             f"{directory} is not a checkpoint: it has neither config.json nor *.safetensors"
@@ -185,8 +185,10 @@ def _check_quantization(
 
 
 def _check_layers(config: ModelConfig, found: Mapping[str, Tensor], directory: Path) -> None:
-    """Raises ValueError if config.json says more layers than there are tensors of. This comes
-    before anything that takes time or memory for every layer."""
+    """Raises ValueError if config.json says more layers than the tensors have.
+
+    This check comes before any work that takes time or memory for every layer.
+    """
     matches = (_LAYER.match(name) for name in found)
     layers = {match[1] for match in matches if match}
     if len(layers) < config.num_layers:

@@ -1,4 +1,4 @@
-"""What every reader of other programs' models returns: a configuration, and weights to be read."""
+"""A foreign model as every reader returns it: a configuration, and weights to be read."""
 
 from __future__ import annotations
 

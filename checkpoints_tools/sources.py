@@ -1,4 +1,4 @@
-"""Where a model lies: names that ship with the library, packages, directories, files, the Hub."""
+"""Finds a model by name or path: in the library, packages, directories, files or the Hub."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def locate(source: str | os.PathLike[str], weights: bool = True) -> Path:
       weights: whether a model of the Hub is needed with its weights.
 
     Raises:
-      FileNotFoundError: there is no such model.
-      ValueError: the source is something else than a model.
+      FileNotFoundError: the model does not exist.
+      ValueError: the source is not a model.
       OSError: the Hub cannot be reached, or refuses the model.
     """
     if not isinstance(source, str | os.PathLike):
@@ -47,7 +47,7 @@ def locate(source: str | os.PathLike[str], weights: bool = True) -> Path:
     if name is not None:
         return download(name, weights)
     raise FileNotFoundError(
-        f"there is no model {printable(path)}: give a directory, a GGUF file, a name on the Hub "
+        f"{printable(path)} is not a model: give a directory, a GGUF file, a name on the Hub "
         f"such as HuggingFaceTB/SmolLM2-135M-Instruct, or one of "
         f"{', '.join((*SHIPPED, *PACKAGED))}"
     )

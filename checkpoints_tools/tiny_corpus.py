@@ -167,7 +167,7 @@ def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
 def build_tokens(documents: dict[str, list[str]], vocabulary: int, cache: Path) -> None:
     """Writes tokenizer.json and tokens.npz (streams and validation bytes) into `cache`."""
     splits = {kind: hold_out(documents[kind]) for kind in KINDS}
-    # There is far more prose than other text. Its share is cut to its share in training.
+    # Prose far exceeds the other text, so it is cut to its share in training.
     sample = {kind: train[:: 4 if kind == "prose" else 1] for kind, (train, _) in splits.items()}
     tokenizer = train_tokenizer(sample, vocabulary)
     arrays = {}

@@ -1,4 +1,4 @@
-"""Checks of single values, shared by several rooms, and how messages show values of others."""
+"""Checks of single values, shared by several rooms, and foreign values as messages show them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_seed(name: str, value: Any) -> int:
-    """Returns a seed as an int. Raises ValueError unless it is one that no other is equal to."""
+    """Returns a seed as an int. Raises ValueError unless it is in 0 … 2³² - 1."""
     seed = check_integer(name, value)
     if not 0 <= seed < 2**32:
         raise ValueError(f"{name} must be an integer from 0 to {2**32 - 1}, got {seed}")
@@ -103,14 +103,14 @@ def check_text(name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value that others wrote, as a message may hold it: short, and no character of control."""
+    """A foreign value as text for a message: short and without control characters."""
     return _SHORT.repr(value)
 
 
 def printable(text: object, most: int = 300) -> str:
-    """A name or a message that others wrote, as `shown`, but without quotes: `most` characters.
+    """A foreign name or message as text for a message: at most `most` characters, without quotes.
 
-    A character that does not print is written as in a Python string: a terminal would obey it.
+    Characters that do not print are escaped as in a Python string, because terminals obey them.
     """
     whole = str(text)
     kept = whole[:most]

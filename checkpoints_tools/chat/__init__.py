@@ -1,1 +1,1 @@
-"""Chat templates: Jinja programs of a checkpoint's author, in which conversations become text."""
+"""Chat templates: Jinja programs in checkpoints that turn conversations into text."""

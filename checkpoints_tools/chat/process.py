@@ -1,13 +1,13 @@
 """The process that renders chat templates.
 
-A template is a program of somebody else. Jinja's sandbox keeps it from Python's internals, and this
-process from more processor time and memory than a template needs.
+A template is an untrusted program. Jinja's sandbox keeps it from Python's internals, and this
+process limits its processor time and memory.
 
 This is a script that imports the standard library and Jinja. Its arguments are the seconds and the
 bytes that a rendering may take, the most characters of its text, and the folders to import Jinja
 from. A request and its answer are JSON after their length in eight bytes. A request is an object of
-`template` and `variables`. An answer is a pair: "text" and the text, "refused" and what the
-template said by `raise_exception`, or "failed" and a reason. The process ends when its input ends,
+`template` and `variables`. An answer is a pair: "text" and the text, "refused" and the message that
+the template raised, or "failed" and a reason. The process ends when its input ends,
 when a rendering takes too long, or when it has no memory left.
 """
 
@@ -28,7 +28,7 @@ LENGTH_BYTES = 8
 
 
 class RefusalError(Exception):
-    """What a template raises by `raise_exception`."""
+    """The exception that a template raises with `raise_exception`."""
 
 
 def serve(seconds: float, characters: int) -> None:
@@ -150,7 +150,7 @@ def limit(size: int) -> None:
         try:
             resource.setrlimit(kind, (most, most))
         except (ValueError, OSError):
-            continue  # macOS has not all of them
+            continue  # macOS lacks some of them
 
 
 if __name__ == "__main__":

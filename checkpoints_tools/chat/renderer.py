@@ -108,12 +108,12 @@ class Renderer:
 RENDERER = Renderer()
 atexit.register(RENDERER.close)
 
-# The time zone, for templates that write the date; and where the interpreter's libraries are.
+# The time zone, for templates that write the date, and the path of the interpreter's libraries.
 _ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 def _jinja_folders() -> list[str]:
-    """The folders from which the process imports Jinja, and nothing else does it import."""
+    """The folders from which the process imports Jinja. It imports nothing else from them."""
     folders = []
     for package in ("jinja2", "markupsafe"):
         found = importlib.util.find_spec(package)

@@ -63,8 +63,8 @@ class ChatTemplate:
         end = text.rfind(_MARK.rstrip())
         if end < 0:
             raise ValueError(f"{self.source}: the chat template leaves out the last message")
-        # Where the mark has lost its space, the template strips messages, and the text before the
-        # mark would have lost its space too.
+        # A mark without its space shows that the template strips messages. The text before the mark
+        # would have lost its space too.
         return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
 
 
@@ -76,7 +76,7 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
         special_tokens_map.json.
 
     Returns:
-      The template, or None if there is none. Of several templates it is the one called "default".
+      The template, or None without one. If there are several, it is the one called "default".
 
     Raises:
       ValueError: a file is damaged, or holds something else.
@@ -149,5 +149,5 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(text: str) -> str:
-    """What a template or Jinja says, in one line."""
+    """The message of a template or of Jinja in one line."""
     return printable(" ".join(text.split())) or "without a reason"

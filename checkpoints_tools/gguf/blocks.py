@@ -1,4 +1,4 @@
-"""The weights that GGUF's blocks stand for.
+"""The weights in GGUF's blocks.
 
 A block holds 32 weights, or 256 in the formats that end in K. Where one of the library's formats
 can hold the same values exactly, the weight stays as small as it was:
@@ -62,14 +62,14 @@ def _rows(values: np.ndarray) -> jax.Array:
 
 
 def _int4(q: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> Quantized:
-    """q: uint8[N, …] in 0 … 15, of which 8 stands for zero where there are no minima."""
+    """q: uint8[N, …] in 0 … 15. Without minima, 8 stands for zero."""
     lowest = None if minima is None else _rows(minima)
     integers = _rows(q.astype(np.int8) - np.int8(8))
     return int4_from_integers(integers, _rows(scales), GROUP, minima=lowest)
 
 
 def _int8(q: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> Quantized:
-    """q: int8[N, …]; where there are minima, -128 stands for them."""
+    """q: int8[N, …]. With minima, -128 stands for the minimum."""
     lowest = None if minima is None else _rows(minima)
     return int8_from_integers(_rows(q), _rows(scales), GROUP, minima=lowest)
 
@@ -138,12 +138,12 @@ PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 def to_weight(
     raw: np.ndarray, kind: gguf.GGMLQuantizationType, row_bytes: int
 ) -> jax.Array | Quantized:
-    """The weight that bytes of a file stand for.
+    """Converts the bytes of a file to a weight.
 
     Args:
       raw: uint8[N, row_bytes] for a matrix; uint8[row_bytes] for a vector.
       kind: the blocks' format.
-      row_bytes: of one row.
+      row_bytes: bytes per row.
 
     Returns:
       A quantized weight with the same values; or an array [N, K] or [K], in float32 where no format

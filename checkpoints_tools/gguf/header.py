@@ -1,8 +1,8 @@
 """The header of a GGUF file: its metadata, and where its tensors lie.
 
-The file is mapped into memory and nothing in it is believed: every length is compared with the
-bytes that are left, and arrays are read only when they are asked for. The reader of the `gguf`
-package does neither, and takes seconds for the vocabulary of a large model.
+The file is mapped into memory, and nothing in it is trusted: every length is compared with the
+bytes that are left. Arrays are read only on request. The reader of the `gguf` package does neither,
+and takes seconds for the vocabulary of a large model.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ SCALING_NAMES = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-LLAMA3_CONTEXT = 8192  # what Llama 3 was trained on before its frequencies were stretched
+LLAMA3_CONTEXT = 8192  # Llama 3's training context, before its frequencies were stretched
 
 
 def model_config(
@@ -51,13 +51,13 @@ def model_config(
     Args:
       header: the file's, or that of the first part.
       tensors: the names of all tensors, which tell whether there are biases and a head.
-      factors: what the rotary frequencies are divided by, f32[E / 2], or None.
+      factors: divide the rotary frequencies, f32[E / 2]; or None.
 
     Returns:
       The configuration, in bfloat16: GGUF files name no dtype for activations.
 
     Raises:
-      ValueError: a field is missing or nonsense, or the model is not supported.
+      ValueError: a field is missing or invalid, or the model is not supported.
     """
     family = header.get("general.architecture")
     if not isinstance(family, str) or family not in ARCHITECTURES:
@@ -123,8 +123,8 @@ def _with_factors(
 ) -> ModelConfig:
     """The configuration whose frequencies are those that the file's factors give.
 
-    Llama 3.1's rule has four parameters, of which the largest factor is one; the others have been
-    the same in every release.
+    The largest factor is one of the four parameters of Llama 3.1's rule. The others have been the
+    same in every release.
     """
     if factors is None:
         return config_from_fields(fields, header.file)

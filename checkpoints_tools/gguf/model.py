@@ -43,7 +43,7 @@ LAYER_NAMES = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
-ROPE_FREQUENCIES = "rope_freqs.weight"  # what Llama 3.1 divides its frequencies by
+ROPE_FREQUENCIES = "rope_freqs.weight"  # the divisors of Llama 3.1's frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def their_name(name: str) -> str:
 
 
 def _heads(header: Header, name: str, config: ModelConfig) -> int | None:
-    """How many heads of a weight have their rows in pairs, as the llama architecture has."""
+    """The number of heads whose rows are in pairs, as in the llama architecture."""
     layer = name.split(".")[2] if name.startswith("layers.") else ""
     if header.get("general.architecture") != "llama" or layer not in ("q", "k"):
         return None

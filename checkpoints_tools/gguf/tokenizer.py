@@ -153,8 +153,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, header: Header, tokens: list[str]
 
 
 def _token_id(header: Header, tokens: list[str], name: str) -> int | None:
-    """A token that has a part to play, None if none has it. Raises ValueError if there is no such
-    token."""
+    """The id of the token for a role, or None if the file does not name one.
+
+    Raises ValueError if the id is outside the vocabulary.
+    """
     field = f"tokenizer.ggml.{name}_token_id"
     value: int | None = header.get(field)
     if value is not None:

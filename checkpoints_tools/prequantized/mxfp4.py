@@ -54,5 +54,5 @@ COMPRESSED_TENSORS = Mxfp4Layout("weight_packed", "weight_scale", blocks=False)
 
 
 def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Mxfp4Layout]:
-    """The same layout for every layer; there are no options."""
+    """The same layout for every layer. It has no options."""
     return lambda module: HUGGINGFACE

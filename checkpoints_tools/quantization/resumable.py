@@ -131,7 +131,8 @@ def run_key(
 ) -> tuple[Any, ...]:
     """Everything that decides the result of a run.
 
-    The source counts by its files' sizes and times, the machine by what its sums depend on.
+    The sizes and times of its files represent the source. The machine counts as far as sums depend
+    on it.
     """
     source = source.resolve()
     files = sorted(

@@ -131,7 +131,8 @@ def make_drafter(chosen: DrafterOptions, target: Target) -> specjax.Drafter:
 
     Raises:
       FileNotFoundError: a model or a datastore is missing.
-      ValueError: there is no such drafter or option, one is missing, or a value is not accepted.
+      ValueError: the drafter or an option is unknown, an option is missing, or a value is not
+        accepted.
     """
     levels = _levels(chosen, target)
     _distribute(chosen.fields, levels)
@@ -263,7 +264,7 @@ def _made(level: _Level) -> specjax.Drafter:
 
 
 def _check_four_bits(drafter: specjax.QSpec, target: Target) -> None:
-    """Raises ValueError, with what to do about it, for a target without 4-bit weights."""
+    """Raises ValueError, with advice, for a target without 4-bit weights."""
     try:
         drafter.validate(target.params, positions=0)
     except ValueError:

@@ -33,8 +33,8 @@ _MANIFEST = "datastore.json"
 class Datastore:
     """Sequences of tokens, and where every run of them occurs. 8 bytes per token.
 
-    tokens: int32[S], the sequences one after another, each followed by `vocab_size`, which is no
-        token; at the end ORDERED more of it.
+    tokens: int32[S], the sequences one after another, each followed by `vocab_size`, an id beyond
+        all tokens. ORDERED more of it end the array.
     suffixes: int32[P], the places of all tokens, in the order of what begins there.
     vocab_size: of the tokenizer. Static.
     """
@@ -45,8 +45,10 @@ class Datastore:
 
     @classmethod
     def create(cls, sequences: Iterable[np.ndarray], vocab_size: int) -> Datastore:
-        """A datastore of token sequences. Raises ValueError where there are none, or of tokens
-        outside the vocabulary."""
+        """Makes a datastore of token sequences.
+
+        Raises ValueError if `sequences` is empty or a token is outside the vocabulary.
+        """
         arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
         for array in arrays:
             outside = array[(array < 0) | (array >= vocab_size)]
@@ -73,7 +75,7 @@ class Datastore:
 
     @classmethod
     def load(cls, source: str | Path) -> Datastore:
-        """Reads what `save` wrote. Raises ValueError where that is something else."""
+        """Reads what `save` wrote. Raises ValueError if the directory holds something else."""
         folder = Path(source)
         if not (folder / _MANIFEST).is_file():
             raise ValueError(f"{source} is not a datastore: it has no {_MANIFEST}")

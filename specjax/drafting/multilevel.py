@@ -65,7 +65,7 @@ class MultiLevel(Drafter):
     def of(cls, levels: Sequence[Drafter]) -> Drafter:
         """Drafters from the target's own down to the cheapest, nested.
 
-        Raises ValueError where there are none, or one is there twice.
+        Raises ValueError if none is given, or one is given twice.
         """
         if not isinstance(levels, Sequence) or not levels:
             raise ValueError(f"levels must be at least one drafter, got {shown(levels)}")

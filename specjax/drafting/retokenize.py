@@ -1,8 +1,7 @@
 """Translates between two vocabularies, for a draft model with another tokenizer.
 
 These functions run on the host, called from the compiled loop. They keep a cache of words but no
-state:
-every result depends only on the arguments.
+state: every result depends only on the arguments.
 
 A text is cut where tokenizers cut it as well, before the space between two words, and its words are
 encoded one by one. Most words are in the cache, so a growing text costs little. A word that its own
@@ -145,9 +144,8 @@ class Retokenizer:
 class Translation:
     """Translates between the tokens of a target and those of a draft model.
 
-    target_ids: int32[V'], for each draft token the target token with the same bytes or name, or
-    -1. No two
-        are equal.
+    target_ids: int32[V'], for each draft token the target token with the same bytes or name, or -1.
+        Two draft tokens never share one.
     draft_size, target_size: one more than the largest token id of each.
     """
 

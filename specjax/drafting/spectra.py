@@ -9,8 +9,7 @@ The paper leaves these choices open:
 - The candidates are a window like Lookahead's, drawn from the prompt at first.
 - The backward guess comes before the forward ones, so that the budget never cuts it.
 - Among forward guesses, n-grams that begin with the last token come before n-grams that hold it.
-The
-  text and the window advance by a few tokens, so most of the latter begin one of the former.
+  The text and the window advance by a few tokens, so most of the latter begin one of the former.
 - N-grams of the text are kept like the window's, and the oldest are dropped first.
 - The backward guess may exceed N - 1 tokens, unlike the paper's: a text that repeats itself then
   gains that many more tokens at once.

@@ -4,10 +4,9 @@ Every round encodes the text so far for the draft model (`specjax.drafting.retok
 host). The draft's KV cache keeps the entries of unchanged tokens; the rest is read again.
 
 Greedy drafts are made in the draft's tokens and re-encoded in the target's, so any two tokenizers
-work.
-Sampled drafts must be exact token for token. They are drawn from the tokens that both vocabularies
-share, with the draft's distribution renormalized over them (Timor et al. 2025, token-level
-intersection). Rejection sampling is exact for any draft distribution.
+work. Sampled drafts must be exact token for token. They are drawn from the tokens that both
+vocabularies share, with the draft's distribution renormalized over them (Timor et al. 2025,
+token-level intersection). Rejection sampling is exact for any draft distribution.
 """
 
 from __future__ import annotations

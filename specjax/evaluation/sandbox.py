@@ -1,10 +1,10 @@
-"""Judges a program that a model wrote, in processes that reach neither this one nor its user.
+"""Judges programs written by a model, in processes that cannot reach this process or its user.
 
-The program runs in a process of its own. Its tests run in another, which asks the first for the
-results of calls and gets copies of plain values: the verdict is made where the program is not.
-Both are kept from files, the network and other processes by namespaces or Landlock, and by a
-filter of system calls. Where Linux has neither, nothing runs unless the caller insists.
-SECURITY.md has a table of what is held back where.
+The program runs in a process of its own. Its tests run in another process, which asks the first for
+the results of calls and receives copies of plain values. The program cannot reach the process that
+makes the verdict. Namespaces or Landlock, and a filter of system calls, keep both processes from
+files, the network and other processes. Where Linux has neither, nothing runs unless the caller
+insists. SECURITY.md has a table of the restrictions by system.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def check(*, unsafe: bool = False) -> None:
 
 
 def _report(program: Program, seconds: int, megabytes: int, unsafe: bool) -> bytes:
-    """What the keeper says; nothing where it does not come to saying anything."""
+    """The keeper's report; empty if the keeper ends without one."""
     source = program.source.encode("utf-8", "surrogatepass")
     tests = {"tests": program.tests, "names": program.names, "given": program.given}
     packages = site.getsitepackages()

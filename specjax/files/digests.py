@@ -1,4 +1,4 @@
-"""Names for arrays by their contents, by which a resumed run recognizes its inputs."""
+"""Names arrays by their contents, so that a resumed run recognizes its inputs."""
 
 from __future__ import annotations
 

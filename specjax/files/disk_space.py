@@ -1,4 +1,4 @@
-"""A full disk: noticed before anything is written, or one sentence about how much is missing."""
+"""Checks for room on a disk before a write, and reports a full disk in one sentence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _UNTOUCHED = "was not written and is as it was before"
 
 @contextlib.contextmanager
 def room_for(target: Path, nbytes: int = 0, *, left: str = _UNTOUCHED) -> Iterator[None]:
-    """Raises one OSError with ENOSPC where the disk has no room for what the block writes.
+    """Raises one OSError with ENOSPC if the disk has no room for what the block writes.
 
     The check comes before the block, because threads that write report a full disk with pages on
     standard error.
 
     Args:
-      target: what is being made; its message names it.
+      target: the output, which the message names.
       nbytes: the most bytes that the block writes; 0 if that is not known.
       left: what becomes of `target` where the disk fills up in the block.
     """
@@ -35,7 +35,7 @@ def room_for(target: Path, nbytes: int = 0, *, left: str = _UNTOUCHED) -> Iterat
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an exception reports a full disk, in whatever words it says so."""
+    """Whether an exception reports a full disk, whatever its words."""
     return os.strerror(errno.ENOSPC) in str(error) or getattr(error, "errno", None) == errno.ENOSPC
 
 

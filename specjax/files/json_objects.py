@@ -1,4 +1,4 @@
-"""The reader of JSON that others wrote."""
+"""Reads foreign JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: the file is not JSON, holds another value than an object, or is too long.
     """
     if not file.is_file():

@@ -5,12 +5,12 @@ the text equal to the whole model's choices, so there is a set of every size. Th
 largest predicted speed-up wins (`planning.speedup`, at its best draft length).
 
 Acceptance is measured in one teacher-forced pass: the share of positions at which both models'
-greedy choices agree. There the skipping model reads its own context. When it drafts it reads the
-whole model's, written by the verification, so its drafts are kept a little more often.
+greedy choices agree. In that pass the skipping model reads its own context. When it drafts, it
+reads the whole model's context, which the verification wrote, so its drafts are kept a little more
+often.
 
 The cost of a pass is the bytes of its weights, which bound small batches (ML-SpecQD, section
-III-B).
-`measure` times the set that is found.
+III-B). `measure` times the set that is found.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def speedup(levels: Level | Sequence[Level], draft_cost: float, tokens: int | No
       The speed-up. Below 1 drafting does not pay.
 
     Raises:
-      ValueError: no levels, a cost is negative or no number, or `tokens` is less than 1.
+      ValueError: `levels` is empty, a cost is negative or not a number, or `tokens` is less than 1.
     """
     target, *inner = _as_levels(levels)
     check_cost("draft_cost", draft_cost)
@@ -180,7 +180,7 @@ def ml_specqd_speedup(
 
     Args:
       shares: the share of each level's drafts that is kept, α = G / N; the level below the target
-      first.
+        first.
       draft_lengths: N of each.
       times_faster: S, how many times faster than the target each drafting model is.
 

@@ -143,14 +143,13 @@ class Verified:
     tested: int32[B], as in `Stats`.
     emitted: int32[B, N + 1], the row's next tokens; the first `count` are valid.
     count: int32[B], tokens gained: accepted + 1, minus those that a stop token or the limit cut
-    off;
-        0 in finished rows.
+        off; 0 in finished rows.
     logits: f32[B, N + 1, V], the target's after the last token and after every proposal.
     choices: int32[B, N + 1], the most probable token at each place, also when sampling.
     finite: bool[B, N + 1], whether the logits behind each emitted token are: none of them is NaN or
         +inf, and not all are -inf.
     nodes: int32[B, N], the accepted proposals' numbers; the first `accepted` are valid; None: a
-    chain.
+        chain.
     distributions: f32[B, N + 1, V], the target's distribution of every emitted token; None when
         decoding greedily.
     logprobs: of every emitted token, N + 1 per row; None: nobody asked for them.

@@ -181,7 +181,7 @@ def test_load_refusals(tmp_path: Path) -> None:
         ValueError, match=r"config\.json of .*/damaged is damaged: model must be an"
     ):
         checkpoint.load(tmp_path / "damaged")
-    with pytest.raises(FileNotFoundError, match="no such directory"):
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
         checkpoint.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="is not a specjax checkpoint"):
         checkpoint.load(tmp_path)

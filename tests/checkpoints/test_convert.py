@@ -196,7 +196,7 @@ def to_pickles(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [
-        (shutil.rmtree, FileNotFoundError, "there is no model {}"),
+        (shutil.rmtree, FileNotFoundError, "{} is not a model"),
         (
             lambda path: [file.unlink() for file in path.iterdir()],
             ValueError,
@@ -295,7 +295,7 @@ def test_option_refusals(tmp_path: Path) -> None:
 
 
 def test_load_refusals(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no model nowhere: give a directory"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a model: give a directory"):
         load("nowhere")
     source = write_model(tmp_path / "source")
     convert(source, tmp_path / "out", progress=False)

@@ -203,6 +203,6 @@ def test_refusals(tmp_path: Path) -> None:
             quantize_checkpoint(place, tmp_path / "new", progress=False, **options)
     with pytest.raises(ValueError, match="exists and is not a specjax checkpoint"):
         quantize_checkpoint(source, source, progress=False)
-    with pytest.raises(FileNotFoundError, match="there is no model"):
+    with pytest.raises(FileNotFoundError, match="is not a model: give"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "new", progress=False)
     assert not (tmp_path / "new").exists() and not leftovers(tmp_path / "new")

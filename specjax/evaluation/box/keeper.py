@@ -28,7 +28,7 @@ _REST = 1  # seconds of elapsed time beyond those of processor time
 
 
 class Order(NamedTuple):
-    """What the keeper is asked to do.
+    """An order to the keeper.
 
     parent: the process that asks.
     base: the folder of temporary files.
@@ -51,11 +51,11 @@ class Order(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """What a process is put into.
+    """The confinement of a process.
 
     walls: "namespaces", "landlock" or "none".
     filtered: whether its system calls are filtered.
-    user: as whom it runs.
+    user: the user that it runs as.
     folder: where it starts.
     """
 
@@ -172,7 +172,7 @@ def _fork(work: Callable[..., None], *arguments: Any) -> int:
 
 
 def _read(descriptor: int, end: float) -> str:
-    """The tests' verdict; "" where it does not come in time."""
+    """The tests' verdict; "" if it does not come in time."""
     data = b""
     while len(data) <= _LONGEST_VERDICT:
         ready, _, _ = select.select([descriptor], [], [], max(end - time.monotonic(), 0))

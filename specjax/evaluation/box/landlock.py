@@ -1,4 +1,4 @@
-"""Landlock, where namespaces are not allowed: a process that can open a few files only.
+"""Landlock, for systems without namespaces: a process can open only a few files.
 
 Linux has what this needs since 6.2. Landlock does not stop a process from changing the mode, the
 owner or the times of other files; the filter of system calls does.
@@ -15,9 +15,9 @@ from .linux import MACHINE, call
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
-_OLDEST = 3  # the first version that knows of truncation
-_SCOPES = 6  # the first version that knows of signals and abstract sockets
-# What may be done with files, from <linux/landlock.h>.
+_OLDEST = 3  # the first version with truncation
+_SCOPES = 6  # the first version with signals and abstract sockets
+# Access rights to files, from <linux/landlock.h>.
 _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE
 _ALL = (1 << 15) - 1
@@ -25,7 +25,7 @@ _CREATE_NODES = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11  # devices, sockets and pipe
 
 
 def is_known() -> bool:
-    """Whether this system has Landlock, in a version that does what is needed."""
+    """Whether this system has Landlock in a sufficient version."""
     try:
         return bool(MACHINE) and call(_CREATE_RULESET, None, 0, _ASK_VERSION) >= _OLDEST
     except OSError:

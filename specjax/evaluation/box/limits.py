@@ -1,4 +1,4 @@
-"""What a process may use, and as which user it runs."""
+"""Limits of a process's resources, and the user that it runs as."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def limit(seconds: int, megabytes: int) -> None:
 
 
 def least_user(libraries: Sequence[str]) -> int:
-    """The user as whom programs run: nobody, where this process is the superuser's.
+    """The user that programs run as: "nobody" if this process is the superuser's.
 
-    It is the superuser, who then has no special rights, where nobody cannot read the libraries.
+    If "nobody" cannot read the libraries, it is the superuser, without special rights.
     """
     if os.geteuid() != 0:
         return os.geteuid()
     needed = [os.__file__, *filter(os.path.exists, libraries)]
-    child = os.fork()  # who becomes nobody does not come back
+    child = os.fork()  # a process that becomes "nobody" cannot go back
     if child:
         return 0 if os.waitpid(child, 0)[1] else _NOBODY
     try:

@@ -1,7 +1,7 @@
-"""A filter of system calls: what a judged program may not ask of Linux.
+"""A filter of the system calls of judged programs.
 
-It may start threads and no process. It reaches no other process, no network and no part of the
-kernel that computing does not need, and it changes nobody's files but by writing to them.
+A program may start threads but not processes. It cannot reach other processes, the network or parts
+of the kernel that computing does not need. It can change files only by writing to them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _where(
     then: _Instruction,
     otherwise: _Instruction,
 ) -> list[_Instruction]:
-    """What becomes of one system call, by an argument's lower half."""
+    """Instructions that decide on one system call by an argument's lower half."""
     tests = [each for operand in operands for each in ((test, 0, 1, operand), then)]
     body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, otherwise]
     return [(_IF_EQUAL, 0, len(body), number), *body]

@@ -108,7 +108,7 @@ class Task(abc.ABC, Generic[Entry]):
         return []
 
     def counts(self, records: Sequence[Record]) -> dict[str, float]:
-        """What drafting did, over all records; empty where no drafter takes part."""
+        """The counts of drafting over all records; empty for a task without a drafter."""
         return {}
 
 
@@ -120,7 +120,7 @@ def mean(records: Sequence[Record], name: str) -> float:
 def read_items(path: Path, read: Callable[[Line], Item | None]) -> list[Item]:
     """Reads the items of a file; lines that `read` makes None of are skipped.
 
-    Raises ValueError where two items share an id, and where there is no item.
+    Raises ValueError if two items share an id, or the file has no items.
     """
     items: list[Item] = []
     seen: dict[str, int] = {}
