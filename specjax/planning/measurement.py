@@ -176,8 +176,10 @@ def _chain(model: _Model, depth: int = 0) -> list[_Model]:
 def _costs(
     models: list[_Model], options: dict[str, Any], turns: int
 ) -> tuple[list[list[float]], float, float]:
-    """Each model's costs of verifying 0 … N drafts, the last drafter's cost per draft, and the seconds
-    of one plain pass of the first model, the unit of all costs."""
+    """Measures each model's costs of verifying 0 … N drafts, and the last drafter's cost per draft.
+
+    Costs are in plain passes of the first model. The third result is the seconds of one.
+    """
     passes = [_verifications(model, options) for model in models]
     rounds = [_Rounds(model, depth, options) for depth, model in enumerate(models)]
     (*costs, whole), seconds = _relative([*passes, rounds], turns)
