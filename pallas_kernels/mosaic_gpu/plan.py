@@ -17,7 +17,7 @@ MAX_STAGES = 6
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How the kernel runs.
+    """The parameters of a kernel call.
 
     m, n: rows of x and outputs, padded to whole tiles.
     m_tile, n_tile: rows and outputs of one work item.

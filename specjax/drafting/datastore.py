@@ -94,7 +94,7 @@ class Datastore:
         return cls(jnp.asarray(tokens), jnp.asarray(suffixes), vocab_size)
 
     def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where runs of tokens occur.
+        """Finds the places where runs of tokens occur.
 
         Args:
           queries: int32[…, n], n at most ORDERED.

@@ -1,4 +1,4 @@
-"""How good a model is: whole task sets, perplexity, and what low precision costs."""
+"""Evaluates models: whole task sets, perplexity, and the cost of low precision."""
 
 from specjax.evaluation.activation_fidelity import Fidelity as Fidelity
 from specjax.evaluation.activation_fidelity import fidelity as fidelity

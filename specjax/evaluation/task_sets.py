@@ -1,4 +1,4 @@
-"""Whole task sets through one model: answers are written, options chosen, texts scored, and judged.
+"""Runs whole task sets on one model: answers are written, options chosen, texts scored, and judged.
 
 Answers are written greedily by continuous batching, so they are those of plain decoding with any
 drafter. Likelihoods are read by the model itself, without a drafter.
@@ -25,7 +25,7 @@ from specjax.model.params import Params
 
 
 class TaskProgress(NamedTuple):
-    """How far a task is.
+    """The progress of a task.
 
     done, total: its items that are done, and all of them.
     generated, drafted, accepted: tokens that this process wrote, drafted and accepted.

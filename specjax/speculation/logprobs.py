@@ -44,7 +44,7 @@ class Logprobs:
 
     @property
     def k(self) -> int:
-        """How many of the most probable tokens there are at each place."""
+        """The number of most probable tokens at each place."""
         return self.top_tokens.shape[-1]
 
     def put(self, places: Int32[Array, "B N"], others: Logprobs) -> Logprobs:

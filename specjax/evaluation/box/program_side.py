@@ -1,6 +1,6 @@
 """The program's process: it runs the program, then does with its objects what the tests ask.
 
-Nothing here is out of the program's reach, so nothing here decides about the verdict.
+The program can reach everything here, so the verdict is made elsewhere.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Task(abc.ABC, Generic[Entry]):
         """Raises ValueError where this system cannot judge the task's answers as `setup` wants."""
 
     def turns(self, entries: Sequence[Entry]) -> int:
-        """How many records the entries lead to, later turns included."""
+        """The number of records that the entries lead to, later turns included."""
         return len(entries)
 
     def later(
