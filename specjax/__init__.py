@@ -33,22 +33,22 @@ _TOOLS = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names are imported when the first of them is used.
+    """Imports the public names when the first of them is used.
 
     JAX takes a second to import. A command must hear Ctrl-C before that second begins.
     """
     import_module("specjax.files.compiled_programs").keep_compiled_programs()
-    if name in _TOOLS:
-        return getattr(import_module(_TOOLS[name]), name)
     if name == "planning":
         return import_module("specjax.planning")
-    api = import_module("specjax.api")  # which makes its packages attributes of this one
+    if name in _TOOLS:
+        names = vars(import_module(_TOOLS[name]))
+    else:
+        names = globals() | vars(import_module("specjax.api"))
     if name == "__all__":
-        return sorted([*api.__all__, *_TOOLS, "planning"])
-    for names in (globals(), vars(api)):
-        if name in names:
-            return names[name]
-    raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+        names = {"__all__": sorted([*names["__all__"], *_TOOLS, "planning"])}
+    if name not in names:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+    return names[name]
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -176,7 +175,7 @@ def _print_logprobs(
     """One line per token: its id, text and log-probability, and the most probable tokens."""
 
     def shown(token: int) -> str:
-        return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
+        return repr(tokenizer.decode([token]))  # a terminal would obey characters of control
 
     texts = [shown(token) for token in tokens]
     width = max(5, *map(len, texts))

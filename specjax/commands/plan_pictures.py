@@ -1,4 +1,4 @@
-"""What `specjax plan` draws."""
+"""The pictures of `specjax plan`."""
 
 from __future__ import annotations
 

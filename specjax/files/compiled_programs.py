@@ -22,7 +22,7 @@ def keep_compiled_programs() -> None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         place = base / "specjax" / "compiled"
         place.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         return
     settings.update("jax_compilation_cache_dir", str(place))
     settings.update("jax_persistent_cache_min_compile_time_secs", 0.5)

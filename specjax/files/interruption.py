@@ -69,7 +69,7 @@ def listen(program: str) -> None:
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
 
     def forget() -> None:
-        """A forked child has no such thread: it ends as it would have."""
+        """A forked child lacks that thread: it ends as it would have."""
         signal.set_wakeup_fd(-1)
         for number in obeyed:
             signal.signal(number, before[number])

@@ -161,7 +161,7 @@ def open_batch(
 
 
 def _of_prompt(values: Values, number: int) -> Values:
-    """What one prompt has of arrays [P], as arrays [1]."""
+    """Returns one prompt's entries of arrays [P], as arrays [1]."""
     own: Values = jax.tree.map(lambda leaf: leaf[number : number + 1], values)
     return own
 

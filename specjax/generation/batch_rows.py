@@ -34,7 +34,7 @@ CHUNK = 64  # prompt tokens per pass
 
 
 class Job(NamedTuple):
-    """What all prompts of a run share. width: the tokens that every prompt is padded to."""
+    """The values that all prompts of a run share. width: tokens that prompts are padded to."""
 
     params: Params
     request: Request

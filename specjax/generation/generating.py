@@ -28,7 +28,7 @@ _ACCEPTED = "a text, or a conversation: a list of messages with role and content
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What a model wrote after one prompt.
+    """The text that a model wrote after one prompt.
 
     text: the new text, without a stop token; it ends before the first of the stop texts.
     tokens: int32[n], the new tokens as `decode` gives them: a stop token is among them, and so are
@@ -153,7 +153,7 @@ def generate(
 
 
 class _Asked(NamedTuple):
-    """What is asked of the model; samples: outputs per prompt."""
+    """The prompts and how they are answered; samples: outputs per prompt."""
 
     tokenizer: Tokenizer
     prompts: list[Any]
@@ -164,7 +164,7 @@ class _Asked(NamedTuple):
 def _answer(
     params: Params, request: Request, asked: _Asked, drawn: Drawn, rows: int
 ) -> list[list[Generation]]:
-    """Returns the outputs of every prompt. drawn: by which key and how each prompt's are."""
+    """Returns the outputs of every prompt. drawn: each prompt's key and sampling."""
     count = asked.samples or 1
     encoded: dict[int, list[int]] = {}
     found: dict[tuple[int, int], Generation] = {}
@@ -189,7 +189,7 @@ def _answer(
 
 
 def _of_places(drawn: Drawn, places: Sequence[tuple[int, int]], samples: int | None) -> Drawn:
-    """The key and the sampling of every output; places: of which prompt, and which sample."""
+    """Returns the key and the sampling of every output. places: its prompt and its sample."""
     numbers, each = np.array(places, np.int32).T
     keys, sampling = jax.tree.map(lambda leaf: leaf[numbers], drawn)
     if samples is not None and keys is not None:

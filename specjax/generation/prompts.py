@@ -113,8 +113,8 @@ def check_stop_tokens(stop_tokens: Sequence[int] | None, config: ModelConfig) ->
 
 
 def check_logprobs(logprobs: int | None, config: ModelConfig) -> int | None:
-    """Returns how many of the most probable tokens to record. Raises ValueError if it is no such
-    number."""
+    """Returns the number of most probable tokens to record, or None. Raises ValueError where it is
+    out of its range."""
     if logprobs is None:
         return None
     k = check_integer("logprobs", logprobs)

@@ -1,4 +1,4 @@
-"""What a caller asks of a decode, checked once and passed on whole.
+"""The options of a decode, checked once and passed on whole.
 
 Every door (`decode`, `decode_many`, `generate`, `stream`) spells out its options for the reader
 and makes one `Request` of them. Everything behind the doors takes the request.

@@ -164,7 +164,7 @@ def _stream_batch(
 
 
 def _rounds(verified: Verified, mesh: Mesh | None) -> list[Round]:
-    """What was verified, row by row."""
+    """Returns the verified round of every row."""
     names = ("proposed", "drafted", "accepted", "emitted", "count", "logprobs")
     values = {name: getattr(verified, name) for name in names}
     whole = jax.tree.map(np.asarray, readable(values, mesh))

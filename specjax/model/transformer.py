@@ -32,7 +32,7 @@ from specjax.model.rope import rope_angles
 
 
 class PassContext(NamedTuple):
-    """What all layers of one forward pass share.
+    """The values that all layers of one forward pass share.
 
     config: the model's configuration.
     positions: int32[B, T].

@@ -100,7 +100,7 @@ def test_log_probabilities_of_every_token(capsys) -> None:
     lines = table.splitlines()
     assert len(lines) == 24
     for line in lines:
-        token, own, top = re.fullmatch(r" *\d+  (\".*\") +(-?[\d.]+)  (.*)", line).groups()
+        token, own, top = re.fullmatch(r" *\d+  (['\"].*['\"]) +(-?[\d.]+)  (.*)", line).groups()
         assert top.startswith(f"{token.rstrip()} {own}, ")
 
 
