@@ -18,7 +18,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from specjax.model.config import SIZE, ModelConfig
 from specjax.model.parallel import check_model, weight_spec
 from specjax.model.params import Params, check_is_params
 from specjax.model.room import check_weights
-from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
+from specjax.model.weight_names import each_weight, params_from_weights, weight_shapes
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp  # which takes half a second to import, so it is when it is used
@@ -102,7 +102,7 @@ def save(
             "params are divided over several processes; save a model that one process holds whole"
         )
     with replacing(target, params.nbytes) as directory:
-        arrays, formats = take_apart(named_weights(params))
+        arrays, formats = take_apart(each_weight(params))
         with _checkpointer() as checkpointer:
             pieces = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
             checkpointer.save(
@@ -214,12 +214,12 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 def take_apart(
-    weights: Mapping[str, Weight],
+    weights: Iterable[tuple[str, Weight]],
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, Any]]]:
     """All arrays by name, row by row, and the static fields of every quantized weight."""
     arrays: dict[str, jax.Array] = {}
     formats = {}
-    for name, weight in weights.items():
+    for name, weight in weights:
         if isinstance(weight, jax.Array):
             arrays[name] = weight
         else:

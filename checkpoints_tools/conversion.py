@@ -30,7 +30,7 @@ from specjax.model.config import ModelConfig
 from specjax.model.params import Params
 from specjax.model.room import check_weights
 from specjax.model.sizes import weight_bytes
-from specjax.model.weight_names import is_block_matrix, named_weights
+from specjax.model.weight_names import each_weight, is_block_matrix
 
 
 def convert(
@@ -151,7 +151,7 @@ def _open(path: Path, dtype: str | None) -> tuple[ModelConfig, Iterable[tuple[st
     """The configuration and the weights of a model on disk."""
     if checkpoint.is_checkpoint(path):
         params = read(path, dtype=dtype)
-        return params.config, named_weights(params).items()
+        return params.config, each_weight(params)
     original = open_model(path)
     config = original.config
     return config if dtype is None else dataclasses.replace(config, dtype=dtype), original.weights()

@@ -27,12 +27,12 @@ def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def attention(
         queries: jax.Array, keys: Entries, values: Entries, lengths: jax.Array,
-        positions: jax.Array, ancestors: jax.Array | None, **options: object,
+        positions: jax.Array, ancestors: jax.Array | None, layer: jax.Array, **options: object,
     ) -> jax.Array:  # fmt: skip
         mask = None
         if ancestors is not None:
             mask = jnp.any(ancestors[..., None] == jnp.arange(ancestors.shape[1]), axis=2)
-        return kernel(queries, keys, values, lengths, positions, mask, **options)
+        return kernel(queries, keys, values, lengths, positions, mask, layer, **options)
 
     return attention
 
@@ -50,11 +50,12 @@ IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
 @own_settings()
 def attention(
     queries: Float[Array, "B T H E"],
-    keys: Float32[Array, "B S K E"] | UInt16[Array, "B S K E"] | QuantizedEntries,
-    values: Float32[Array, "B S K E"] | UInt16[Array, "B S K E"] | QuantizedEntries,
+    keys: Float32[Array, "B *L S K E"] | UInt16[Array, "B *L S K E"] | QuantizedEntries,
+    values: Float32[Array, "B *L S K E"] | UInt16[Array, "B *L S K E"] | QuantizedEntries,
     lengths: Int32[Array, " B"],
     positions: Int32[Array, "B T"],
     ancestors: Int32[Array, "B T depth"] | None,
+    layer: Int32[Array, ""] | int | None = None,
     *,
     window: int | None,
     head_scale: float,
@@ -71,14 +72,15 @@ def attention(
 
     Args:
       queries: bf16 or f32[B, T, H, E].
-      keys: [B, S, K, E] in any form of `Entries`, S a multiple of BLOCK. The new tokens' entries
-        are in place.
+      keys: [B, L, S, K, E] in any form of `Entries`, the entries of L layers, S a multiple of
+        BLOCK; [B, S, K, E] without `layer`. The new tokens' entries are in place.
       values: as the keys.
       lengths: int32[B], slots of context per row, without the new tokens.
       positions: int32[B, T], positions of the new tokens. A context slot's position is its number.
       ancestors: None for a chain, whose positions are length … length + T - 1. For a tree,
         int32[B, T, depth]: the new tokens on the path to each token, ascending, the token itself
         last, padded with -1.
+      layer: the layer whose entries are read, int32[] in 0 … L - 1.
       window: visible positions; None for all.
       head_scale: multiplies the scores.
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
@@ -93,8 +95,11 @@ def attention(
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
+    if layer is None:
+        keys, values = jax.tree.map(lambda part: part[:, None], (keys, values))
+    number = jnp.asarray(0 if layer is None else layer, jnp.int32)
     options = {"window": window, "head_scale": head_scale}
-    operands = (queries, keys, values, lengths, positions, ancestors)
+    operands = (queries, keys, values, lengths, positions, ancestors, number)
     if implementation is not None:
         return IMPLEMENTATIONS[implementation](*operands, **options)
     kernels = {"cuda": _served("triton_gpu"), "tpu": _served("mosaic_tpu")}
@@ -114,10 +119,10 @@ def _served(name: Literal["triton_gpu", "mosaic_tpu"]) -> Callable[..., jax.Arra
 
     def attention(
         queries: jax.Array, keys: Entries, values: Entries, lengths: jax.Array,
-        positions: jax.Array, ancestors: jax.Array | None, **options: object,
+        positions: jax.Array, ancestors: jax.Array | None, layer: jax.Array, **options: object,
     ) -> jax.Array:  # fmt: skip
         refusal = deferred(name, "attention_refusal")(queries, keys, ancestors)
         kernel = IMPLEMENTATIONS[name if refusal is None else "reference"]
-        return kernel(queries, keys, values, lengths, positions, ancestors, **options)
+        return kernel(queries, keys, values, lengths, positions, ancestors, layer, **options)
 
     return attention

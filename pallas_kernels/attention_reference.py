@@ -34,6 +34,7 @@ def attention(
     lengths: jax.Array,
     positions: jax.Array,
     ancestors: jax.Array | None,
+    layer: jax.Array,
     *,
     window: int | None,
     head_scale: float,
@@ -42,7 +43,7 @@ def attention(
     b, t, h, e = queries.shape
     tiles = -(-t // ROW_TILE)
     pad = ((0, 0), (0, tiles * ROW_TILE - t))
-    kv_heads = keys.shape[2]
+    kv_heads = keys.shape[3]
     q = jnp.pad(queries.astype(jnp.float32) * head_scale, (*pad, (0, 0), (0, 0)))
     q = q.reshape(b * tiles, ROW_TILE, kv_heads, h // kv_heads, e).transpose(0, 2, 1, 3, 4)
     q = q.reshape(b * tiles, kv_heads, ROW_TILE * (h // kv_heads), e)
@@ -52,7 +53,7 @@ def attention(
     def attend_tile(tile: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         queries, row, token = tile
         paths = None if ancestors is None else ancestors[row, jnp.minimum(token, t - 1)]
-        sight = _Sight(row, token, lengths[row], positions[row], paths, window)
+        sight = _Sight((row, layer), token, lengths[row], positions[row], paths, window)
         return _attend(queries, keys, values, sight)
 
     out = over_tiles(attend_tile, (q, rows, indices))
@@ -63,11 +64,11 @@ def attention(
 class _Sight(NamedTuple):
     """The slots that a tile of tokens in one row sees.
 
-    token: int32[ROW_TILE], the tokens' numbers; length: the row's context; positions: int32[T];
-    paths: int32[ROW_TILE, D] in a tree.
+    place: the row and the layer, int32[] each; token: int32[ROW_TILE], the tokens' numbers;
+    length: the row's context; positions: int32[T]; paths: int32[ROW_TILE, D] in a tree.
     """
 
-    row: jax.Array
+    place: tuple[jax.Array, jax.Array]
     token: jax.Array
     length: jax.Array
     positions: jax.Array
@@ -132,7 +133,7 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
         )
 
     def block(i: jax.Array, carry: State) -> State:
-        k, v = (read_block(entries, sight.row, i * BLOCK, BLOCK) for entries in (keys, values))
+        k, v = (read_block(entries, sight.place, i * BLOCK, BLOCK) for entries in (keys, values))
         return add(carry, k, v, i * BLOCK + jnp.arange(BLOCK))
 
     def block_of_paths(i: jax.Array, carry: State) -> State:
@@ -141,7 +142,7 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
         places = jnp.where(new < 0, slots, sight.length + new)
 
         def of_token(n: jax.Array) -> list[jax.Array]:
-            k, v = (read_slots(entries, sight.row, places[n]) for entries in (keys, values))
+            k, v = (read_slots(entries, sight.place, places[n]) for entries in (keys, values))
             parts = add(carry, k, v, slots)
             return [part.reshape(kv_heads, ROW_TILE, -1)[:, n] for part in parts]
 
@@ -157,7 +158,7 @@ def _attend(queries: jax.Array, keys: Entries, values: Entries, sight: _Sight) -
         jnp.zeros((kv_heads, r)),
         jnp.zeros((kv_heads, r, e)),
     )
-    blocks = jnp.minimum(-(-sight.used // BLOCK), keys.shape[1] // BLOCK)
+    blocks = jnp.minimum(-(-sight.used // BLOCK), keys.shape[2] // BLOCK)
     shared = blocks if sight.paths is None else jnp.clip(sight.length // BLOCK, 0, blocks)
     carry = lax.fori_loop(0, shared, block, carry)
     if sight.paths is not None:

@@ -30,12 +30,12 @@ def check_cache_bits(bits: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedEntries:
-    """x[b, s, k, e] = (code[b, s, k, e] - zeros[b, s, k]) · scales[b, s, k].
+    """x[b, l, s, k, e] = (code[b, l, s, k, e] - zeros[b, l, s, k]) · scales[b, l, s, k].
 
-    codes: uint8[B, S, K, E]. With 4 bits, uint8[B, S, K, E / 2]: the low nibbles hold the first
-        half of a head's features, the high nibbles the second half.
-    scales: f32[B, S, K].
-    zeros: uint8[B, S, K], the codes that stand for zero.
+    codes: uint8[B, L, S, K, E]. With 4 bits, uint8[B, L, S, K, E / 2]: the low nibbles hold the
+        first half of a head's features, the high nibbles the second half.
+    scales: f32[B, L, S, K].
+    zeros: uint8[B, L, S, K], the codes that stand for zero.
     bits: 8 or 4.
     """
 
@@ -46,18 +46,19 @@ class QuantizedEntries:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(B, S, K, E)."""
+        """(B, L, S, K, E)."""
         return *self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits
 
 
 Entries = jax.Array | QuantizedEntries  # float32, or uint16 holding bfloat16 bits
+Place = tuple[jax.Array, jax.Array]  # a row and a layer, int32[] each
 
 
-def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> Entries:
+def empty_entries(shape: tuple[int, ...], dtype: str, bits: int) -> Entries:
     """Slots that hold zeros.
 
     Args:
-      shape: (B, S, K, E).
+      shape: (B, L, S, K, E).
       dtype: the type of unquantized entries, "bfloat16" or "float32".
       bits: 8 or 4, or 16 for unquantized entries.
     """
@@ -68,8 +69,10 @@ def empty_entries(shape: tuple[int, int, int, int], dtype: str, bits: int) -> En
     return QuantizedEntries(codes, jnp.zeros(slots), jnp.zeros(slots, jnp.uint8), bits)
 
 
-def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.Array) -> Entries:
-    """Writes new: bf16 or f32[B, T, K, E] at [rows, slots]. Drops slots past the last."""
+def write_entries(
+    entries: Entries, rows: jax.Array, layer: jax.Array | int, slots: jax.Array, new: jax.Array
+) -> Entries:
+    """Writes new: bf16 or f32[B, T, K, E] at [rows, layer, slots]. Drops slots past the last."""
     if isinstance(entries, QuantizedEntries):
         parts: Entries = quantize_entries(new, entries.bits)
     elif entries.dtype == jnp.uint16:
@@ -78,34 +81,44 @@ def write_entries(entries: Entries, rows: jax.Array, slots: jax.Array, new: jax.
         parts = new
 
     def put(old: jax.Array, part: jax.Array) -> jax.Array:
-        return old.at[rows, slots].set(part, mode="drop", unique_indices=True)
+        return old.at[rows, layer, slots].set(part, mode="drop", unique_indices=True)
 
     written: Entries = jax.tree.map(put, entries, parts)
     return written
 
 
-def read_block(entries: Entries, row: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """Reads slots start … start + size - 1 of one row: f32[size, K, E]."""
+def read_block(entries: Entries, place: Place, start: jax.Array, size: int) -> jax.Array:
+    """Reads slots start … start + size - 1 of one row and layer: f32[size, K, E]."""
 
     def cut(part: jax.Array) -> jax.Array:
-        others = part.shape[2:]
-        return lax.dynamic_slice(part, (row, start) + (0,) * len(others), (1, size, *others))[0]
+        others = part.shape[3:]
+        begin = (*place, start) + (0,) * len(others)
+        return lax.dynamic_slice(part, begin, (1, 1, size, *others))[0, 0]
 
     return _values(jax.tree.map(cut, entries))
 
 
-def read_slots(entries: Entries, row: jax.Array, slots: jax.Array) -> jax.Array:
-    """Reads the given slots of one row: int32[N] -> f32[N, K, E]."""
-    return _values(jax.tree.map(lambda part: part[row, slots], entries))
+def read_slots(entries: Entries, place: Place, slots: jax.Array) -> jax.Array:
+    """Reads the given slots of one row and layer: int32[N] -> f32[N, K, E]."""
+    return _values(jax.tree.map(lambda part: part[*place, slots], entries))
 
 
 def move_entries(
     entries: Entries, rows: jax.Array, sources: jax.Array, targets: jax.Array
 ) -> Entries:
-    """Copies [rows, sources] to [rows, targets]. Drops targets past the last slot."""
+    """Copies [rows, sources] to [rows, targets] in every layer. Drops targets past the last slot.
+
+    Args:
+      entries: the cache.
+      rows: int32[B, 1].
+      sources: int32[B, N], slots.
+      targets: int32[B, N], slots.
+    """
 
     def move(part: jax.Array) -> jax.Array:
-        return part.at[rows, targets].set(part[rows, sources], mode="drop")
+        layers = jnp.arange(part.shape[1])[None, :, None]
+        kept = part[rows[..., None], layers, sources[:, None]]
+        return part.at[rows[..., None], layers, targets[:, None]].set(kept, mode="drop")
 
     moved: Entries = jax.tree.map(move, entries)
     return moved

@@ -28,6 +28,9 @@ from pallas_kernels.interleave import by_rows
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
 from pallas_kernels.settings import own_settings
+from pallas_kernels.stacks import Stacked, form, taken
+
+Matrix = Weight | Stacked
 
 
 @runtime_checkable
@@ -35,7 +38,7 @@ class Kernel(Protocol):
     """An implementation: x: [M, K] times several weights -> f32[M, N] for each."""
 
     def __call__(
-        self, x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
+        self, x: jax.Array, weights: tuple[Matrix, ...], *, activation: Activation
     ) -> tuple[jax.Array, ...]: ...
 
 
@@ -43,9 +46,9 @@ def _one_by_one(matmul: Callable[[jax.Array, Any, Activation], jax.Array]) -> Ke
     """Makes a kernel for several weights from one for a single weight."""
 
     def kernel(
-        x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
+        x: jax.Array, weights: tuple[Matrix, ...], *, activation: Activation
     ) -> tuple[jax.Array, ...]:
-        return tuple(matmul(x, by_rows(weight), activation) for weight in weights)
+        return tuple(matmul(x, by_rows(taken(weight)), activation) for weight in weights)
 
     return kernel
 
@@ -63,7 +66,7 @@ IMPLEMENTATIONS: dict[Implementation, Kernel] = {
 @overload
 def matmul(
     x: Float[Array, "*rows K"],
-    weight: Weight,
+    weight: Matrix,
     activation: Activation = ...,
     *,
     implementation: Implementation | None = ...,
@@ -71,7 +74,7 @@ def matmul(
 @overload
 def matmul(
     x: Float[Array, "*rows K"],
-    weight: tuple[Weight, ...],
+    weight: tuple[Matrix, ...],
     activation: Activation = ...,
     *,
     implementation: Implementation | None = ...,
@@ -80,7 +83,7 @@ def matmul(
 @own_settings()
 def matmul(
     x: Float[Array, "*rows K"],
-    weight: Weight | tuple[Weight, ...],
+    weight: Matrix | tuple[Matrix, ...],
     activation: Activation = "a16",
     *,
     implementation: Implementation | None = None,
@@ -90,7 +93,8 @@ def matmul(
     Args:
       x: bf16 or f32[..., K].
       weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
-        plain bf16 or f32[N, K]; or a tuple of weights, for which x is quantized once.
+        plain bf16 or f32[N, K], alone or `Stacked`; or a tuple of weights, for which x is
+        quantized once.
       activation: "a16" dequantizes the weight and takes x as it is. "a8" and "a4" quantize x per
         token and group and multiply integers. Outlier columns then take 8 bits, and a weight's
         `activation_clip` applies to "a4". An unquantized weight accepts only "a16".
@@ -112,14 +116,14 @@ def matmul(
 
 
 def _products(
-    x: jax.Array, weights: tuple[Weight, ...], activation: Activation, kernel: Kernel
+    x: jax.Array, weights: tuple[Matrix, ...], activation: Activation, kernel: Kernel
 ) -> tuple[jax.Array, ...]:
     """x: [M, K] -> f32[M, N] for every weight."""
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, weight.shape[0])) for weight in weights)
-    if all(_reads_all_alike(weight, activation) for weight in weights):
+    if all(reads_all_alike(form(weight), activation) for weight in weights):
         return kernel(x, weights, activation=activation)
-    return tuple(_product(x, weight, activation, kernel) for weight in weights)
+    return tuple(_product(x, taken(weight), activation, kernel) for weight in weights)
 
 
 def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kernel) -> jax.Array:
@@ -145,8 +149,8 @@ def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kerne
     return y + kernel(x[:, outliers.columns], (outliers.weight,), activation=precision)[0]
 
 
-def _reads_all_alike(weight: Weight, activation: Activation) -> bool:
-    """Whether kernels can read x unchanged: no outliers, no order and no clip."""
+def reads_all_alike(weight: Weight, activation: Activation) -> bool:
+    """Whether kernels can read x unchanged: the weight has no outliers, no order and no clip."""
     return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
 
@@ -179,10 +183,10 @@ def _has_accelerator_kernel(weight: Weight) -> bool:
 
 
 def _by_platform(
-    x: jax.Array, weights: tuple[Weight, ...], *, activation: Activation
+    x: jax.Array, weights: tuple[Matrix, ...], *, activation: Activation
 ) -> tuple[jax.Array, ...]:
     kernels: dict[str, Kernel] = {"cpu": cpu.matmul} if cpu.available() else {}
-    if all(map(_has_accelerator_kernel, weights)):
+    if all(_has_accelerator_kernel(form(weight)) for weight in weights):
         kernels |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
     products: tuple[jax.Array, ...] = by_platform(
         x,
@@ -198,16 +202,17 @@ def _by_platform(
 
 def _check(
     x: jax.Array,
-    weights: tuple[Weight, ...],
+    weights: tuple[Matrix, ...],
     activation: Activation,
     implementation: Implementation | None,
 ) -> None:
     for weight in weights:
+        held = form(weight)
         if x.ndim < 1 or x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x must end in the weight's {weight.shape[1]} inputs, got {x.shape}")
-        if isinstance(weight, Int4Weight | Int8Weight):
-            check_one_offset(weight.zeros, weight.minima)
-        if activation != "a16" and not isinstance(weight, Quantized):
+        if isinstance(held, Int4Weight | Int8Weight):
+            check_one_offset(held.zeros, held.minima)
+        if activation != "a16" and not isinstance(held, Quantized):
             raise ValueError(
                 f"activation {activation!r} needs a quantized weight, got a 16- or 32-bit one"
             )

@@ -84,7 +84,7 @@ def _entries(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> Ent
 def _numbers(entries: Entries) -> np.ndarray:
     """The values of the entries, f64[B, S, K, E]."""
     b, slots = entries.shape[:2]
-    rows = [read_block(entries, row, 0, slots) for row in range(b)]
+    rows = [read_block(entries, (row, 0), 0, slots) for row in range(b)]
     return np.asarray(jnp.stack(rows), np.float64)
 
 

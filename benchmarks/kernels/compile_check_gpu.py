@@ -167,11 +167,12 @@ def attention_shapes(
     rows: int, t: int, heads: int, kv_heads: int, e: int, bits: int, masked: bool
 ) -> tuple[Any, ...]:
     """The operands of attention over 4096 slots, as shapes, with a cache of `bits` bits."""
-    entries = jax.eval_shape(lambda: empty_entries((rows, 4096, kv_heads, e), "bfloat16", bits))
+    entries = jax.eval_shape(lambda: empty_entries((rows, 4, 4096, kv_heads, e), "bfloat16", bits))
     mask = jax.ShapeDtypeStruct((rows, t, t), jnp.bool_) if masked else None
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, t)))
     queries = jax.ShapeDtypeStruct((rows, t, heads, e), jnp.bfloat16)
-    return queries, entries, entries, *integers, mask
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    return queries, entries, entries, *integers, mask, layer
 
 
 def _lower(device: jax.Device, function: Callable, *shapes: Any) -> Any:

@@ -21,7 +21,8 @@ import numpy as np
 import specjax
 from benchmarks.support.common import parser, table, write
 from pallas_kernels.formats import int4_from_integers, plain_weight
-from specjax.model.params import Layer, Linear, linear_shapes
+from specjax.model.layers import Layer, Linear
+from specjax.model.params import linear_shapes
 
 MESHES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4))
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"

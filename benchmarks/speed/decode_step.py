@@ -34,7 +34,8 @@ from pallas_kernels.attention import attention
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Layer, Linear, Params, linear_shapes, prepack
+from specjax.model.layers import Layer, Linear, over_layers
+from specjax.model.params import Params, linear_shapes, prepack
 from specjax.model.transformer import forward, linear, linears
 from specjax.speculation.sampling import greedy
 
@@ -95,13 +96,15 @@ def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
     def after(x: jax.Array, y: jax.Array) -> jax.Array:
         return x + (0 * y[:1, :1]).astype(x.dtype)
 
+    def products(layer: Layer, _: Any, x: jax.Array) -> jax.Array:
+        x = after(x, linears(x, (layer.q, layer.k, layer.v), activation)[2])
+        x = after(x, linear(x, layer.o, activation))
+        x = after(x, linears(x, (layer.gate, layer.up), activation)[1])
+        wide = jnp.tile(x, (1, CONFIG.intermediate_size // CONFIG.hidden_size))
+        return after(x, linear(wide, layer.down, activation))
+
     def step(_: int, x: jax.Array) -> jax.Array:
-        for layer in params.layers:
-            x = after(x, linears(x, (layer.q, layer.k, layer.v), activation)[2])
-            x = after(x, linear(x, layer.o, activation))
-            x = after(x, linears(x, (layer.gate, layer.up), activation)[1])
-            wide = jnp.tile(x, (1, CONFIG.intermediate_size // CONFIG.hidden_size))
-            x = after(x, linear(wide, layer.down, activation))
+        x = over_layers(params.layers, tuple(range(CONFIG.num_layers)), products, x)
         return after(x, linear(x, params.head, activation))
 
     x = jnp.ones((rows, CONFIG.hidden_size), jnp.bfloat16)
@@ -115,9 +118,9 @@ def attentions(cache: KVCache, *, new_tokens: int) -> jax.Array:
     positions = cache.lengths[:, None] + jnp.arange(new_tokens)
 
     def step(_: int, q: jax.Array) -> jax.Array:
-        for keys, values in zip(cache.keys, cache.values, strict=True):
+        for layer in range(CONFIG.num_layers):
             mixed = attention(
-                q, keys, values, cache.lengths, positions, None,
+                q, cache.keys, cache.values, cache.lengths, positions, None, layer,
                 window=None, head_scale=CONFIG.head_dim**-0.5,
             )  # fmt: skip
             q = q + (0 * mixed).astype(q.dtype)

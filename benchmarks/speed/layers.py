@@ -1,7 +1,7 @@
-"""Compares layers unrolled (as in the library) with layers under `lax.scan`: compile and run time.
+"""Compares layers in one stack with layers one by one: seconds to compile, and time of a pass.
 
-The scanned variant stacks the layers' weights and slices one layer out per iteration. The cache is
-as small as the format allows, so that the comparison is about how weights reach the kernels.
+The cache is as small as the format allows, so that the comparison is about how weights reach the
+kernels.
 
     python -m benchmarks.speed.layers --json OUT
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,73 +19,46 @@ import specjax
 from benchmarks.support.common import parser, table, write
 from pallas_kernels.formats import int4_from_integers
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Layer, Linear, linear_shapes
-from specjax.model.transformer import (
-    block,
-    linear,
-    norm,
-    pass_context,
-)
-from specjax.model.transformer import forward as unrolled
+from specjax.model.layers import Layer, Linear
+from specjax.model.params import linear_shapes, unstack_layers
+from specjax.model.transformer import forward
 
 
 def main() -> None:
     parse = parser(__doc__)
-    parse.add_argument("--layers", type=int, nargs="+", default=[4, 16, 32])
+    parse.add_argument("--layers", type=int, nargs="+", default=[4, 16, 80])
     parse.add_argument("--hidden", type=int, default=512)
-    parse.add_argument("--repeats", type=int, default=15)
+    parse.add_argument("--repeats", type=int, default=51)
     options = parse.parse_args()
     rows = []
     for count in options.layers:
-        params = _random(count, options.hidden)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.layers)
-        for name, function, extra in (("unrolled", unrolled, ()), ("scan", _scanned, (stacked,))):
-            rows.append(
-                {"variant": name, "layers": count, **_time(function, params, extra, options)}
-            )
+        params = specjax.prepack(_random(count, options.hidden))
+        variants = {"in one stack": params, "one by one": unstack_layers(params)}
+        for name, each in _time(variants, options.repeats).items():
+            rows.append({"hidden": options.hidden, "layers": count, "variant": name, **each})
     print(table(rows, list(rows[0])))
-    write(options.json, [{"hidden": options.hidden, **row} for row in rows])
+    write(options.json, rows)
 
 
-def _scanned(
-    params: specjax.Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    cache: KVCache,
-    stacked: Layer,
-) -> tuple[jax.Array, KVCache]:
-    """`forward` with the blocks under one scan."""
-    config = params.config
-    context = pass_context(config, positions)
-
-    def one(x: jax.Array, layer_and_cache: Any) -> tuple[jax.Array, Any]:
-        layer, keys, values = layer_and_cache
-        own = KVCache((keys,), (values,), cache.lengths)
-        x, own, _ = block(layer, 0, x, own, context)
-        return x, (own.keys[0], own.values[0])
-
-    x = params.embedding[tokens]
-    caches = (jnp.stack(cache.keys), jnp.stack(cache.values))
-    x, caches = jax.lax.scan(one, x, (stacked, *caches))
-    x = norm(x, params.final_norm, config, x.dtype)
-    logits = linear(x, params.head, "a16")
-    return logits, KVCache(tuple(caches[0]), tuple(caches[1]), cache.lengths)
-
-
-def _time(
-    function: Callable, params: specjax.Params, extra: tuple[Any, ...], options: Any
-) -> dict[str, float]:
-    cache = KVCache.create(params.config, 1, 128)
+def _time(variants: dict[str, specjax.Params], repeats: int) -> dict[str, dict[str, float]]:
+    """Compiles `forward` for every variant, and then lets them take turns."""
     tokens = jnp.ones((1, 4), jnp.int32)
-    arguments = (params, tokens, jnp.arange(4)[None], cache, *extra)
-    begin = time.perf_counter()
-    compiled = jax.jit(function).lower(*arguments).compile()
-    seconds = [time.perf_counter() - begin]
-    for _ in range(options.repeats + 1):
+    compiled, taken, seconds = {}, {}, {name: [] for name in variants}
+    for name, params in variants.items():
+        arguments = (params, tokens, jnp.arange(4)[None], KVCache.create(params.config, 1, 128))
         begin = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        seconds.append(time.perf_counter() - begin)
-    return {"compile_s": seconds[0], "pass_ms": 1e3 * statistics.median(seconds[2:])}
+        program = jax.jit(forward).lower(*arguments).compile()
+        taken[name] = time.perf_counter() - begin
+        compiled[name] = (program, arguments)
+    for _ in range(repeats + 1):
+        for name, (program, arguments) in compiled.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            seconds[name].append(time.perf_counter() - begin)
+    return {
+        name: {"compile_s": taken[name], "pass_ms": 1e3 * statistics.median(seconds[name][1:])}
+        for name in variants
+    }
 
 
 def _random(layers: int, hidden: int) -> specjax.Params:

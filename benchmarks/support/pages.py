@@ -289,7 +289,7 @@ SECTIONS = (
     Section("speed.decode_step", "decode_step*", "A decode step, a billion parameters",
             "Llama-3.2-1B's shape in 4 bits, beside llama.cpp and OpenVINO in the same run.",
             apart=True),
-    Section("speed.layers", "layers", "Layers unrolled or scanned"),
+    Section("speed.layers", "layers", "Layers in one stack, or one by one"),
     Section("kernels.products", "products", "Matrix products",
             "Medians over the layers' shapes of several models. The limit is the memory's or the "
             "arithmetic's rate, whichever binds, from the same run. *takes*: time over ours.",

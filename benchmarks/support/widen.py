@@ -33,7 +33,8 @@ import numpy as np
 from pallas_kernels.formats import Bfloat16Weight, Quantized, plain_weight
 from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
-from specjax.model.params import LINEARS, Layer, Linear, Params, linear_shapes, prepack
+from specjax.model.layers import LINEARS, Layer, Linear
+from specjax.model.params import Params, linear_shapes, prepack
 
 # Llama-3.2-1B with about as many tokens as Llama 2; the small models' vocabulary has 4096.
 LARGE = {

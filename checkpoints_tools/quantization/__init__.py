@@ -29,8 +29,8 @@ from checkpoints_tools.quantization.calibration import check_tokens
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
 from checkpoints_tools.quantization.recipe import Recipe
 from specjax.model.config import ModelConfig
-from specjax.model.params import Params, check_is_params, prepack_weight
-from specjax.model.weight_names import named_weights, params_from_weights
+from specjax.model.params import Params, check_is_params, prepack_weight, stack_layers
+from specjax.model.weight_names import each_weight, params_from_weights
 
 
 def quantize(
@@ -42,9 +42,9 @@ def quantize(
     lm_head: bool = False,
     calibration: ArrayLike | None = None,
 ) -> Params:
-    """Quantizes a model. The copy shares all unchanged arrays with the original.
+    """Quantizes a model. The copy shares an embedding and a head that are unchanged.
 
-    Quantized weights are prepacked for this machine, as by `specjax.prepack`.
+    The copy is prepacked for this machine, as by `specjax.prepack`.
 
     Args:
       params: a model in 16 or 32 bits.
@@ -71,15 +71,16 @@ def quantize(
     check_is_params(params)
     recipe = Recipe(method, group_size, bits)
     tokens = check_calibration(recipe, calibration, params.config)
-    original = named_weights(params)
     weights = quantize_layers(
-        original.items(), params.config, recipe, lm_head=lm_head, tokens=tokens
+        each_weight(params), params.config, recipe, lm_head=lm_head, tokens=tokens
     )
+    shared = (params.embedding, params.head.weight)
     packed = {
-        name: weight if weight is original.get(name) else prepack_weight(weight)
+        name: weight if any(weight is each for each in shared) else prepack_weight(weight)
         for name, weight in weights
     }
-    return params_from_weights(quantized_config(params.config, recipe, lm_head), packed)
+    config = quantized_config(params.config, recipe, lm_head)
+    return stack_layers(params_from_weights(config, packed))
 
 
 def check_calibration(

@@ -24,7 +24,7 @@ from checkpoints_tools.quantization.calibration import InputStatistics, LayerSta
 from checkpoints_tools.quantization.rtn import round_to_nearest
 from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized
 from pallas_kernels.weight_values import plain_values
-from specjax.model.params import Layer, Linear
+from specjax.model.layers import Layer, Linear
 
 OUTLIERS = 128
 OUTLIER_SHARE = 16  # at most one input in 16

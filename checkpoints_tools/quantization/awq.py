@@ -28,7 +28,7 @@ from pallas_kernels.formats import Quantized
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
-from specjax.model.params import Layer, Linear
+from specjax.model.layers import Layer, Linear
 
 RATIOS = tuple(i / 20 for i in range(20))
 _FLOOR = 1e-4  # of magnitude^ratio, so that an input that is always zero has a scale

@@ -26,7 +26,8 @@ from pallas_kernels.formats import Weight, is_format
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Layer, held, linear_shapes
+from specjax.model.layers import Layer
+from specjax.model.params import held, linear_shapes
 from specjax.model.transformer import LinearInputs, block, norm, pass_context
 
 # The linear layers that read each of `LinearInputs`.

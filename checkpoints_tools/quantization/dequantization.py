@@ -14,11 +14,13 @@ from pallas_kernels.settings import own_settings
 from pallas_kernels.weight_values import dequantize as values_of
 from pallas_kernels.weight_values import plain_values
 from specjax.checks import printable
-from specjax.model.params import Params, check_is_params, held, prepack
+from specjax.model.params import Params, check_is_params, held, prepack, unstack_layers
 
 
 def dequantize(params: Params, dtype: str | None = None) -> Params:
-    """Turns a quantized model into one in 16 or 32 bits. The copy shares all unchanged arrays.
+    """Turns a quantized model into one in 16 or 32 bits.
+
+    A model that is in that form already is returned as it is.
 
     `specjax.quantize` takes the result, so that a model which was published in 4 or 8 bits can be
     cast to another format, for instance to draft for itself. Casting rounds such weights a second
@@ -47,7 +49,12 @@ def dequantize(params: Params, dtype: str | None = None) -> Params:
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
 
-    weights: Params = jax.tree.map(partial(_plain, dtype=config.dtype), params, is_leaf=is_format)
+    leaves = jax.tree.leaves(params, is_leaf=is_format)
+    if config == params.config and not any(isinstance(leaf, Quantized) for leaf in leaves):
+        return prepack(params)
+    weights: Params = jax.tree.map(
+        partial(_plain, dtype=config.dtype), unstack_layers(params), is_leaf=is_format
+    )
     return prepack(dataclasses.replace(weights, config=config))
 
 

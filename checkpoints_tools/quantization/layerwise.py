@@ -32,7 +32,7 @@ from checkpoints_tools.quantization.recipe import Recipe
 from pallas_kernels.formats import Quantized, Weight
 from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.config import ModelConfig
-from specjax.model.params import LINEARS, Layer, Linear
+from specjax.model.layers import LINEARS, Layer, Linear
 from specjax.model.weight_names import HEAD, layer_from_weights, layer_weights
 
 SEED = 0  # for QuaRot's random signs

@@ -32,7 +32,7 @@ from pallas_kernels.hadamard import hadamard
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import plain_values
 from specjax.model.config import ModelConfig
-from specjax.model.params import Layer, Linear
+from specjax.model.layers import Layer, Linear
 
 ROWS = 8192  # rows of the embedding and the head to rotate at once, to limit memory
 

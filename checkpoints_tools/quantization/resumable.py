@@ -27,7 +27,7 @@ from specjax.files import interruption
 from specjax.files.atomic_directory import remove
 from specjax.files.disk_space import is_disk_full, room_for
 from specjax.model.config import ModelConfig
-from specjax.model.params import LINEARS, Layer
+from specjax.model.layers import LINEARS, Layer
 from specjax.version import __version__
 
 

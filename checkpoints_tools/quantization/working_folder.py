@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from checkpoints_tools.checkpoint import put_together, take_apart
-from specjax.model.params import Layer
+from specjax.model.layers import Layer
 from specjax.model.weight_names import layer_from_weights, layer_weights
 
 STATE = "state.safetensors"
@@ -79,7 +79,7 @@ class WorkingFolder:
     def keep(self, index: int, layer: Layer, hidden: jax.Array | None) -> None:
         """Adds a finished layer."""
         weights = dict(layer_weights(layer, index))
-        arrays, formats = take_apart(weights)
+        arrays, formats = take_apart(weights.items())
         _write(self._layer(index), arrays, {name: formats.get(name) for name in weights})
         _write(self.path / STATE, {} if hidden is None else {"hidden": hidden}, index + 1)
 

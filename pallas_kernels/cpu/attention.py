@@ -15,7 +15,8 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
 from pallas_kernels.cpu.native import check_available
 
-# queries, keys, values, lengths, positions; scales and zeros of keys and of values; ancestors
+# queries, keys, values, lengths, positions, layer; scales and zeros of keys and of values; the
+# ancestors
 Operands = tuple[jax.Array | None, ...]
 
 
@@ -26,6 +27,7 @@ def attention(
     lengths: jax.Array,
     positions: jax.Array,
     ancestors: jax.Array | None,
+    layer: jax.Array,
     *,
     window: int | None,
     head_scale: float,
@@ -47,7 +49,7 @@ def attention(
     }
     key_codes, *key_grid = _parts(keys)
     value_codes, *value_grid = _parts(values)
-    operands = (queries, key_codes, value_codes, lengths, positions, *key_grid, *value_grid)
+    operands = (queries, key_codes, value_codes, lengths, positions, layer, *key_grid, *value_grid)
     return _batched_by_rows(attributes)(*operands, ancestors)
 
 
@@ -72,9 +74,9 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
         axis_size: int, in_batched: list[bool], *operands: jax.Array | None
     ) -> tuple[jax.Array, bool]:
         pick = partial(_pick, in_batched, operands)
-        if in_batched[1] and in_batched[2]:
+        if in_batched[1] and in_batched[2] and not in_batched[5]:
             rows = (
-                None if x is None else _as_rows(x, axis_size, is_batched)
+                x if x is None or x.ndim == 0 else _as_rows(x, axis_size, is_batched)
                 for x, is_batched in zip(operands, in_batched, strict=True)
             )
             y = call(*rows)

@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.activations import LEVELS, Activation
 from pallas_kernels.cpu.native import WEIGHT_KINDS, check_available, instruction_sets
 from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
+from pallas_kernels.stacks import Stacked, form
 
 Buffers = tuple[jax.Array, ...]
 
@@ -27,12 +28,14 @@ def available() -> bool:
 
 def matmul(
     x: jax.Array,
-    weights: tuple[Weight, ...],
+    weights: tuple[Weight | Stacked, ...],
     *,
     activation: Activation = "a16",
     instruction_set: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiplies x by several weights.
+
+    Weights that are `Stacked` are read where they lie.
 
     Args:
       x: bf16 or f32[M, K].
@@ -47,26 +50,34 @@ def matmul(
       ValueError: the library was not built, or this machine lacks the instruction set.
     """
     check_available("implementation 'cpu'", instruction_set)
+    outputs = tuple(weight.shape[0] for weight in weights)
     parts = [_parts(weight) for weight in weights]
     attributes = {
         "levels": np.int64(LEVELS.get(activation, 0)),
         "instruction_set": instruction_set or "",
         "kinds": np.array([kind for kind, _, _ in parts], np.int64),
         "group_sizes": np.array([size for _, size, _ in parts], np.int64),
-        "points": np.array([_points(weight) for weight in weights], np.int64),
-        "outputs": np.array([getattr(w, "out_features", None) or 0 for w in weights], np.int64),
+        "points": np.array([_points(form(weight)) for weight in weights], np.int64),
+        "outputs": np.array([_outputs(form(weight)) for weight in weights], np.int64),
+        "stacked": np.array([isinstance(weight, Stacked) for weight in weights], np.int64),
     }
-    outputs = tuple(weight.shape[0] for weight in weights)
     return _batched_by_rows(outputs, attributes)(x, sum((b for _, _, b in parts), ()))
 
 
-def _parts(weight: Weight) -> tuple[int, int, Buffers]:
+def _parts(weight: Weight | Stacked) -> tuple[int, int, Buffers]:
     """A weight's kind, group size (0 for none) and buffers, for src/matmul/matmul.cc."""
-    check_plain_columns(weight)
-    weight = plain_weight(weight) if isinstance(weight, jax.Array) else weight
-    name = weight.dtype.name if isinstance(weight, jax.Array) else type(weight).__name__
-    group_size = getattr(weight, "group_size", None) or 0
-    return WEIGHT_KINDS.index(name), group_size, tuple(jax.tree.leaves(weight))
+    held = form(weight)
+    check_plain_columns(held)
+    held = plain_weight(held) if isinstance(held, jax.Array) else held
+    name = held.dtype.name if isinstance(held, jax.Array) else type(held).__name__
+    group_size = getattr(held, "group_size", None) or 0
+    number = (weight.index,) if isinstance(weight, Stacked) else ()
+    return WEIGHT_KINDS.index(name), group_size, (*jax.tree.leaves(held), *number)
+
+
+def _outputs(weight: Weight) -> int:
+    """The outputs of an interleaved weight; 0 for one that is stored row by row."""
+    return getattr(weight, "out_features", None) or 0
 
 
 def _points(weight: Weight) -> int:

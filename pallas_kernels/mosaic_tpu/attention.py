@@ -55,7 +55,7 @@ def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None)
         return "the target device must be a TPU"
     if isinstance(keys, QuantizedEntries):
         return f"cache entries must have 16 or 32 bits, got {keys.bits}-bit codes"
-    _, _, kv_heads, e = keys.shape
+    kv_heads, e = keys.shape[3:]
     if e != LANES:
         return f"head_dim must be {LANES}, got {e}"
     if keys.dtype == jnp.uint16 and _heads_of_step(kv_heads) not in (2, 4, HEADS):
@@ -78,6 +78,7 @@ def attention(
     lengths: jax.Array,
     positions: jax.Array,
     mask: jax.Array | None,
+    layer: jax.Array,
     *,
     window: int | None,
     head_scale: float,
@@ -95,7 +96,7 @@ def attention(
     if reason is not None:
         raise ValueError(reason)
     b, t, h, e = queries.shape
-    slots, kv_heads = keys.shape[1:3]
+    slots, kv_heads = keys.shape[2:4]
     tile = min(-(-t * h // kv_heads // ROW_PACKING) * ROW_PACKING, MOST_ROWS)
     limits, blocks = shared.limits(
         lengths, positions, mask, window, rows_per_token=h // kv_heads, tile=tile, slots=slots
@@ -109,7 +110,7 @@ def attention(
     y = pl.pallas_call(
         partial(_kernel, scale=shared.exponent_scale(head_scale)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(b, kv_heads // heads, rows.shape[2] // tile),
             in_specs=[of_rows, of_limits, where_it_is, where_it_is],
             out_specs=of_rows,
@@ -118,7 +119,7 @@ def attention(
         out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
-    )(blocks[:, :, 0], blocks[:, :, 1], lengths, rows, limits, keys, values)
+    )(blocks[:, :, 0], blocks[:, :, 1], lengths, layer[None], rows, limits, keys, values)
     return shared.by_token(y, queries.shape)
 
 
@@ -126,6 +127,7 @@ def _kernel(
     first: jax.Ref,
     end: jax.Ref,
     lengths: jax.Ref,
+    layer: jax.Ref,
     q: jax.Ref,
     limits: jax.Ref,
     keys: jax.Ref,
@@ -139,13 +141,13 @@ def _kernel(
 ) -> None:
     """Computes one grid step.
 
-    first, end: int32[B, tiles], block numbers; lengths: int32[B]; keys, values: [B, S, K, E]. This
-    step has q, y: [heads, R, E]; limits: int32[R, columns]; maximum, total: f32[heads, R, 1]; sums:
-    f32[heads, R, E].
+    first, end: int32[B, tiles], block numbers; lengths: int32[B]; layer: int32[1]; keys, values:
+    [B, L, S, K, E]. This step has q, y: [heads, R, E]; limits: int32[R, columns]; maximum, total:
+    f32[heads, R, 1]; sums: f32[heads, R, E].
     """
     row, part, tile = (pl.program_id(axis) for axis in range(3))
     heads, rows, e = q.shape
-    begin, context = first[row, tile], lengths[row]
+    begin, context, number = first[row, tile], lengths[row], layer[0]
     columns = [limits[:, i : i + 1] for i in range(limits.shape[1])]
     state = (maximum, total, sums)
     for ref, value in zip(state, jax.tree.leaves(shared.start(rows, [e])), strict=True):
@@ -164,7 +166,7 @@ def _kernel(
             before = maximum[head], total[head], (sums[head],)
             maximum[head], total[head], (sums[head],) = shared.add_block(before, scores, seen, mix)
 
-    block = pl.BlockSpec((None, BLOCK, heads, e), lambda i: (row, begin + i, part, 0))
+    block = pl.BlockSpec((None, None, BLOCK, heads, e), lambda i: (row, number, begin + i, part, 0))
     blocks = jnp.maximum(end[row, tile] - begin, 0)
     pltpu.emit_pipeline(add, grid=(blocks,), in_specs=[block, block])(keys, values)
     for head in range(heads):

@@ -71,6 +71,7 @@ def attention(
     lengths: jax.Array,
     positions: jax.Array,
     mask: jax.Array | None,
+    layer: jax.Array,
     *,
     window: int | None,
     head_scale: float,
@@ -87,13 +88,13 @@ def attention(
     reason = attention_refusal(queries, keys, mask)
     if reason is not None:
         raise ValueError(reason)
-    slots, kv_heads = keys.shape[1:3]
+    slots, kv_heads = keys.shape[2:4]
     limits, blocks = shared.limits(
         lengths, positions, mask, window,
         rows_per_token=queries.shape[2] // kv_heads, tile=ROW_TILE, slots=slots,
     )  # fmt: skip
     rows = shared.by_kv_head(queries, kv_heads, ROW_TILE)
-    states = _segments(rows, limits, blocks, lengths, keys, values, head_scale, interpret)
+    states = _segments(rows, limits, blocks, lengths, layer, keys, values, head_scale, interpret)
     return shared.by_token(_merged(blocks, states, interpret), queries.shape)
 
 
@@ -102,6 +103,7 @@ def _segments(
     limits: jax.Array,
     blocks: jax.Array,
     lengths: jax.Array,
+    layer: jax.Array,
     keys: Entries,
     values: Entries,
     head_scale: float,
@@ -109,12 +111,12 @@ def _segments(
 ) -> list[jax.Array]:
     """Computes each segment's state: f32[B, K, segments, R] twice, f32[B, K, segments, R, E]."""
     b, kv_heads, r, e = rows.shape
-    slots = keys.shape[1]
+    layers, slots = keys.shape[1:3]
     segments = pl.cdiv(slots, SEGMENT * BLOCK)
 
     def of_head(part: jax.Array) -> pl.BlockSpec:
-        shape, rest = (None, slots, None, *part.shape[3:]), (0,) * (part.ndim - 3)
-        return pl.BlockSpec(shape, lambda i, j, n, s: (i, 0, j, *rest))
+        shape, rest = (None, layers, slots, None, *part.shape[4:]), (0,) * (part.ndim - 4)
+        return pl.BlockSpec(shape, lambda i, j, n, s: (i, 0, 0, j, *rest))
 
     results = [(b, kv_heads, segments, r)] * 2 + [(b, kv_heads, segments, r, e)]
     pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
@@ -128,6 +130,7 @@ def _segments(
             pl.BlockSpec((None, ROW_TILE, limits.shape[2]), lambda i, j, n, s: (i, n, 0)),
             pl.BlockSpec((None, None, 2), lambda i, j, n, s: (i, n, 0)),
             pl.BlockSpec((None,), lambda i, j, n, s: (i,)),
+            pl.BlockSpec((None,), lambda i, j, n, s: (0,)),
             *([of_head(part) for part in jax.tree.leaves(entries)] for entries in (keys, values)),
         ],
         out_specs=[
@@ -137,7 +140,7 @@ def _segments(
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
         interpret=interpret,
-    )(rows, limits, blocks, lengths, jax.tree.leaves(keys), jax.tree.leaves(values))
+    )(rows, limits, blocks, lengths, layer[None], jax.tree.leaves(keys), jax.tree.leaves(values))
     return states
 
 
@@ -146,6 +149,7 @@ def _read_segment(
     limits: jax.Ref,
     blocks: jax.Ref,
     length: jax.Ref,
+    layer: jax.Ref,
     keys: list[jax.Ref],
     values: list[jax.Ref],
     *state: jax.Ref,
@@ -155,7 +159,8 @@ def _read_segment(
     """Computes one segment's state for one tile of R = ROW_TILE rows.
 
     q: [R, E]; limits: int32[R, columns]; blocks: int32[2], the tile's first block and the end;
-    keys, values: [S, E] in a list, or codes, scales and zeros; state: f32[R] twice and f32[R, E].
+    layer: int32[]; keys, values: [L, S, E] in a list, or codes, scales and zeros; state: f32[R]
+    twice and f32[R, E].
     """
     segment = pl.program_id(3)
     first = jnp.maximum(blocks[0], segment * SEGMENT)
@@ -166,16 +171,16 @@ def _read_segment(
         planes = [pl.ds(i, width) for i in range(0, q.shape[1], width)]
         parts = [q[:, plane] for plane in planes]
         columns = [limits[:, pl.ds(i, 1)] for i in range(limits.shape[1])]
-        context = length[...]
+        context, number = length[...], layer[...]
 
         def add(block: jax.Array, before: shared.State) -> shared.State:
-            decoded, scales = _decode(keys, block, len(planes))
+            decoded, scales = _decode(keys, number, block, len(planes))
             products = [_dot(part, k, _LAST) for part, k in zip(parts, decoded, strict=True)]
             scores = sum(products[1:], products[0]) * scale
             scores = scores if scales is None else scores * scales
 
             def mix(weights: jax.Array) -> list[jax.Array]:
-                decoded, scales = _decode(values, block, len(planes))
+                decoded, scales = _decode(values, number, block, len(planes))
                 weights = weights if scales is None else weights * scales
                 return [_dot(weights.astype(jnp.bfloat16), v, _FIRST) for v in decoded]
 
@@ -191,13 +196,13 @@ def _read_segment(
 
 
 def _decode(
-    parts: list[jax.Ref], block: jax.Array, planes: int
+    parts: list[jax.Ref], layer: jax.Array, block: jax.Array, planes: int
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Decodes a block's entries: bf16[BLOCK, features] per plane, and their scales or None."""
     slots = pl.ds(block * BLOCK, BLOCK)
     if len(parts) == 1:
-        return [lax.bitcast_convert_type(parts[0][slots, :], jnp.bfloat16)], None
-    codes, scales, zeros = (part[slots, ...] for part in parts)
+        return [lax.bitcast_convert_type(parts[0][layer, slots, :], jnp.bfloat16)], None
+    codes, scales, zeros = (part[layer, slots, ...] for part in parts)
     codes = codes.astype(jnp.int32)
     codes = [codes & 0xF, codes >> 4] if planes == 2 else [codes]
     zeros = zeros.astype(jnp.int32)[:, None]

@@ -27,7 +27,8 @@ from specjax.drafting.chain import ChainDrafter, check_draft_params
 from specjax.drafting.retokenize import TextTokenizer, Translation, translation
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Linear, Params
+from specjax.model.layers import Linear
+from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation.state import DecodeState, Proposal
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from specjax.drafting.datastore import Datastore
+from specjax.evaluation.digests import digest
 from specjax.evaluation.scoring import score_tokens
 from specjax.files import interruption
-from specjax.files.digests import digest
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
 from specjax.files.outputs import replacing_file
 from specjax.generation.text import Tokenizer

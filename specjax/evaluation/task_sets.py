@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from pallas_kernels.activations import Activation, check_activation
 from specjax.checks import check_integer
 from specjax.drafting import Autoregressive, Drafter, QSpec
+from specjax.evaluation.digests import digest
 from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Identified, Setup, Task
-from specjax.files.digests import digest
 from specjax.generation.text import ChatTokenizer, Tokenizer
 from specjax.model.params import Params
 

@@ -1,1 +1,1 @@
-"""Files: atomic directories, JSON lines, digests."""
+"""Files: atomic directories, JSON lines."""

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from specjax.checks import Check, Number, Whole, check_flag, printable, shown
 
 DTYPES = ("bfloat16", "float32")
@@ -139,7 +141,7 @@ class ModelConfig:
                     f"token {token} is outside the vocabulary of {self.vocab_size} entries"
                 )
 
-    def window(self, layer: int) -> int | None:
+    def window(self, layer: int | jax.Array) -> int | None:
         """Returns the visible positions in `layer`, or None if it sees the whole context."""
         if self.sliding_layers is not None and layer not in self.sliding_layers:
             return None

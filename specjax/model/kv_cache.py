@@ -31,14 +31,14 @@ from specjax.model.config import ModelConfig
 class KVCache:
     """Keys (after RoPE) and values of every layer.
 
-    keys, values: one [B, S, K, E] per layer, S a multiple of the attention's block. float32, or
-        uint16 holding bfloat16 bits (XLA:CPU would convert a whole bfloat16 cache at every
-        update), or `QuantizedEntries`.
+    keys, values: [B, L, S, K, E], S a multiple of the attention's block. float32, or uint16 holding
+        bfloat16 bits (XLA:CPU would convert a whole bfloat16 cache at every update), or
+        `QuantizedEntries`.
     lengths: int32[B], committed slots per row.
     """
 
-    keys: tuple[Entries, ...]
-    values: tuple[Entries, ...]
+    keys: Entries
+    values: Entries
     lengths: jax.Array
 
     @classmethod
@@ -56,38 +56,35 @@ class KVCache:
         heads: key-value heads; None: the model's.
         """
         slots = -(-capacity // BLOCK) * BLOCK
-        shape = (rows, slots, config.num_kv_heads if heads is None else heads, config.head_dim)
-
-        def layers() -> tuple[Entries, ...]:
-            return tuple(empty_entries(shape, config.dtype, bits) for _ in range(config.num_layers))
-
-        return cls(layers(), layers(), jnp.zeros(rows, jnp.int32))
+        heads = config.num_kv_heads if heads is None else heads
+        shape = (rows, config.num_layers, slots, heads, config.head_dim)
+        keys, values = (empty_entries(shape, config.dtype, bits) for _ in range(2))
+        return cls(keys, values, jnp.zeros(rows, jnp.int32))
 
     @property
     def capacity(self) -> int:
         """Slots per row."""
-        return self.keys[0].shape[1]
+        return self.keys.shape[2]
 
     @property
     def bits(self) -> int:
         """Bits per entry: 8 or 4 where entries are quantized, 16 where they are not."""
-        first = self.keys[0]
-        return first.bits if isinstance(first, QuantizedEntries) else 16
+        return self.keys.bits if isinstance(self.keys, QuantizedEntries) else 16
 
-    def write(self, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
+    def write(self, layer: jax.Array | int, keys: jax.Array, values: jax.Array) -> KVCache:
         """Writes T new entries per row to the slots lengths … lengths + T - 1; `lengths` stays.
 
+        layer: the layer that they belong to, int32[].
         keys, values: bf16 or f32[B, T, K, E]. Entries past the capacity are dropped.
         """
         b, t = keys.shape[:2]
         rows = jnp.arange(b)[:, None]
         slots = self.lengths[:, None] + jnp.arange(t)
-
-        def put(caches: tuple[Entries, ...], new: jax.Array) -> tuple[Entries, ...]:
-            updated = write_entries(caches[layer], rows, slots, new)
-            return (*caches[:layer], updated, *caches[layer + 1 :])
-
-        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+        return dataclasses.replace(
+            self,
+            keys=write_entries(self.keys, rows, layer, slots, keys),
+            values=write_entries(self.values, rows, layer, slots, values),
+        )
 
     def move(self, sources: jax.Array, targets: jax.Array) -> KVCache:
         """Copies entries from slots to slots of every layer, in place. int32[B, N] each.
@@ -96,11 +93,10 @@ class KVCache:
         dropped.
         """
         rows = jnp.arange(sources.shape[0])[:, None]
-
-        def moved(caches: tuple[Entries, ...]) -> tuple[Entries, ...]:
-            return tuple(move_entries(entries, rows, sources, targets) for entries in caches)
-
-        return dataclasses.replace(self, keys=moved(self.keys), values=moved(self.values))
+        keys, values = (
+            move_entries(entries, rows, sources, targets) for entries in (self.keys, self.values)
+        )
+        return dataclasses.replace(self, keys=keys, values=values)
 
     def with_lengths(self, lengths: jax.Array) -> KVCache:
         """Returns the same entries with another number of committed slots: commit, advance or roll

@@ -220,7 +220,7 @@ def row_specs(tree: Any) -> Any:
     def spec(value: Any) -> Any:
         if not isinstance(value, KVCache):
             return leaf_spec(value)
-        heads = P(*(leaf_spec(value.lengths) or (None,)), None, TENSOR)
+        heads = P(*(leaf_spec(value.lengths) or (None,)), None, None, TENSOR)
         return jax.tree.map(lambda leaf: heads if leaf.ndim > 1 else leaf_spec(leaf), value)
 
     return jax.tree.map(spec, tree, is_leaf=lambda value: isinstance(value, KVCache))

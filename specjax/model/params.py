@@ -11,37 +11,9 @@ from jax.sharding import Mesh
 from pallas_kernels import cpu
 from pallas_kernels.formats import Quantized, Weight, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
+from pallas_kernels.stacks import form
 from specjax.model.config import ModelConfig
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """y = x · weightᵀ + bias. weight: (N, K); bias: [N] or None."""
-
-    weight: Weight
-    bias: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One transformer block. Norm scales are [D]; `q_norm`, `k_norm` are [E] (Qwen3) or None."""
-
-    attention_norm: jax.Array
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    mlp_norm: jax.Array
-    gate: Linear
-    up: Linear
-    down: Linear
-    q_norm: jax.Array | None = None
-    k_norm: jax.Array | None = None
-
-
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # the fields of Layer that are quantized
+from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, can_be_stacked, stack
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +22,7 @@ class Params:
     """A whole model.
 
     embedding: (V, D). It is looked up by rows, and serves as the head where the model is tied.
-    layers: one `Layer` per block.
+    layers: one `Layer` per block, or a `LayerStack` of them (`prepack`).
     final_norm: [D].
     lm_head: (V, D), or None where the embedding serves as the head (tied).
     config: static.
@@ -59,7 +31,7 @@ class Params:
     """
 
     embedding: Weight
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] | LayerStack
     final_norm: jax.Array
     lm_head: Linear | None
     config: ModelConfig = jax.tree.static()
@@ -78,6 +50,8 @@ class Params:
     @property
     def num_kv_heads(self) -> int:
         """Number of key-value heads held here: the model's, or a device's part of them."""
+        if isinstance(self.layers, LayerStack):
+            return self.config.num_kv_heads
         return self.layers[0].k.weight.shape[0] // self.config.head_dim
 
     @property
@@ -93,11 +67,12 @@ class Params:
     @property
     def quantized(self) -> bool:
         """Whether a linear layer of a block is quantized."""
-        return any(isinstance(linear.weight, Quantized) for linear in self.linears())
+        return any(isinstance(form(linear.weight), Quantized) for linear in self.linears())
 
     def linears(self) -> Iterator[Linear]:
-        """The linear layers of all blocks, in order."""
-        for layer in self.layers:
+        """The linear layers of all blocks, in order; those of a stack once, in stacks."""
+        stacked = isinstance(self.layers, LayerStack)
+        for layer in (self.layers.arrays,) if stacked else self.layers:
             for name in LINEARS:
                 yield getattr(layer, name)
 
@@ -112,10 +87,11 @@ def prepack(params: Params) -> Params:
     """Returns the same model with its matrices in the order that this machine's kernels read
     fastest.
 
-    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`). Elsewhere, and for a
-    model that is divided over a mesh, nothing changes. `load` and `quantize` do this already; call
-    it for models that are made in another way. Output is the same bit for bit. An embedding that is
-    not also the head is only looked up by rows and stays as it is.
+    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`), and layers of one
+    form are stacked: a program over them is compiled as fast for many layers as for few. Elsewhere,
+    and for a model that is divided over a mesh, nothing changes. `load` and `quantize` do this
+    already; call it for models that are made in another way. Output is the same bit for bit. An
+    embedding that is not also the head is only looked up by rows and stays as it is.
 
     Args:
       params: any model.
@@ -126,14 +102,19 @@ def prepack(params: Params) -> Params:
     check_is_params(params)
     if params.mesh is not None:
         return params
-    looked_up = None if params.lm_head is None else params.embedding
-    weights, structure = jax.tree.flatten(params, is_leaf=is_format)
+    kept = (None if params.lm_head is None else params.embedding, params.layers)
+    weights, structure = jax.tree.flatten(params, is_leaf=_is_weight)
     del params  # if nobody else holds the model, each weight is freed once its copy exists
     for index, weight in enumerate(weights):
-        if weight is not looked_up:
+        if not any(weight is each for each in kept):
             weights[index] = prepack_weight(weight)
-    model: Params = jax.tree.unflatten(structure, weights)
-    return model
+    model = [jax.tree.unflatten(structure, weights)]
+    del weights
+    return stack_layers(model.pop())
+
+
+def _is_weight(value: object) -> bool:
+    return is_format(value) or isinstance(value, LayerStack)
 
 
 def prepack_weight(weight: Weight) -> Weight:
@@ -141,9 +122,30 @@ def prepack_weight(weight: Weight) -> Weight:
     return interleave(weight) if jax.default_backend() == "cpu" and cpu.available() else weight
 
 
+def stack_layers(params: Params) -> Params:
+    """Returns the same model with its layers in one `LayerStack`.
+
+    A model stays as it is where this machine's kernels do not read stacks, where its layers differ
+    in form, and where some of them have a sliding window and others have none.
+    """
+    layers, config = params.layers, params.config
+    if jax.default_backend() != "cpu" or not cpu.available() or isinstance(layers, LayerStack):
+        return params
+    if config.sliding_layers is not None or not can_be_stacked(layers):
+        return params
+    params, alike = dataclasses.replace(params, layers=()), list(layers)
+    del layers
+    return dataclasses.replace(params, layers=stack(alike))
+
+
+def unstack_layers(params: Params) -> Params:
+    """Returns the same model with its layers one by one: the inverse of `stack_layers`."""
+    return dataclasses.replace(params, layers=tuple(params.layers))
+
+
 def stored(params: Params) -> Params:
     """Returns the same model row by row, as checkpoints hold it: the inverse of `prepack`."""
-    model: Params = jax.tree.map(by_rows, params, is_leaf=is_format)
+    model: Params = jax.tree.map(by_rows, unstack_layers(params), is_leaf=is_format)
     return model
 
 

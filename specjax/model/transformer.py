@@ -9,7 +9,7 @@ rounded to `config.dtype` (`pallas_kernels.rounding`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
+from pallas_kernels.stacks import form
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
+from specjax.model.layers import Layer, Linear, over_layers
 from specjax.model.parallel import embed, gather, own_part
-from specjax.model.params import Layer, Linear, Params
+from specjax.model.params import Params
 from specjax.model.rope import rope_angles
 
 
@@ -90,8 +92,12 @@ def forward(
     config = params.config
     context = pass_context(config, positions, ancestors, activation)
     x = embed(params.embedding, tokens, config)
-    for index in range(config.num_layers) if layers is None else layers:
-        x, cache, _ = block(params.layers[index], index, x, cache, context)
+    numbers = tuple(range(config.num_layers)) if layers is None else layers
+
+    def step(layer: Layer, index: int | jax.Array, carry: tuple[jax.Array, KVCache]) -> Any:
+        return block(layer, index, *carry, context)[:2]
+
+    x, cache = over_layers(params.layers, numbers, step, (x, cache))
     x = norm(x, params.final_norm, config, x.dtype)
     return gather(linear(x, params.head, activation), config.vocab_size), cache
 
@@ -121,7 +127,7 @@ class LinearInputs(NamedTuple):
 
 def block(
     layer: Layer,
-    index: int,
+    index: int | jax.Array,
     x: Float[Array, "B T D"],
     cache: KVCache,
     context: PassContext,
@@ -152,9 +158,9 @@ def linears(
     Layers that are not quantized read x in 16 bits, whatever `activation` is.
     """
     weights = tuple(layer.weight for layer in layers)
-    if len({isinstance(weight, Quantized) for weight in weights}) == 2:
+    if len({isinstance(form(weight), Quantized) for weight in weights}) == 2:
         return tuple(linear(x, layer, activation) for layer in layers)
-    quantized = isinstance(weights[0], Quantized)
+    quantized = isinstance(form(weights[0]), Quantized)
     products = matmul(x, weights, activation if quantized else "a16")
     return tuple(
         y if layer.bias is None else y + layer.bias.astype(jnp.float32)
@@ -177,7 +183,7 @@ def _add(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _attention_block(
-    layer: Layer, index: int, x: jax.Array, cache: KVCache, context: PassContext
+    layer: Layer, index: int | jax.Array, x: jax.Array, cache: KVCache, context: PassContext
 ) -> tuple[jax.Array, KVCache, jax.Array, jax.Array]:
     """x: [B, T, D] -> f32[B, T, D], the cache with the new entries, and the inputs of qkv and o.
 
@@ -200,8 +206,7 @@ def _attention_block(
         q, k = (rotate(y, *context.rope, x.dtype) for y in (q, k))
     cache = cache.write(index, k, round_to(v, x.dtype))
     mixed = attention(
-        q, cache.keys[index], cache.values[index], cache.lengths, context.positions,
-        context.ancestors,
+        q, cache.keys, cache.values, cache.lengths, context.positions, context.ancestors, index,
         window=config.window(index), head_scale=config.head_dim**-0.5,
     )  # fmt: skip
     if config.hadamard:

@@ -7,13 +7,13 @@ The names are the attribute paths of `Params`, so the configuration alone is eno
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pallas_kernels.formats import Weight
 from specjax.model.config import ModelConfig
-from specjax.model.params import LINEARS, Layer, Linear, Params, linear_shapes
+from specjax.model.layers import LINEARS, Layer, Linear
+from specjax.model.params import Params, linear_shapes
 
 HEAD = "lm_head.weight"
 
@@ -53,15 +53,21 @@ def is_block_matrix(name: str) -> bool:
 
 
 def named_weights(params: Params) -> dict[str, Weight]:
-    """Returns every weight of `params` by its name: the inverse of `params_from_weights`."""
-    return {name: _lookup(params, name) for name in weight_shapes(params.config)}
+    """Returns every weight of `params` by its name: the inverse of `params_from_weights`.
+
+    The weights of a `LayerStack` are copies.
+    """
+    return dict(each_weight(params))
 
 
-def _lookup(params: Params, name: str) -> Any:
-    def step(node: Any, part: str) -> Any:
-        return node[int(part)] if part.isdigit() else getattr(node, part)
-
-    return functools.reduce(step, name.split("."), params)
+def each_weight(params: Params) -> Iterator[tuple[str, Weight]]:
+    """Yields the names and weights of `named_weights`, one layer at a time."""
+    yield "embedding", params.embedding
+    for index, layer in enumerate(params.layers):
+        yield from layer_weights(layer, index)
+    yield "final_norm", params.final_norm
+    if params.lm_head is not None:
+        yield HEAD, params.lm_head.weight
 
 
 def params_from_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> Params:

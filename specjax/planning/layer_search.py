@@ -29,8 +29,9 @@ from pallas_kernels.settings import own_settings
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
+from specjax.model.layers import Layer
 from specjax.model.parallel import embed
-from specjax.model.params import Layer, Params, check_is_params
+from specjax.model.params import Params, check_is_params
 from specjax.model.transformer import block, linear, norm, pass_context
 from specjax.planning.speed import LONGEST, Level, best_draft_lengths, speedup
 from specjax.speculation.sampling import greedy

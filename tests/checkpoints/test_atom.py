@@ -21,7 +21,8 @@ from pallas_kernels.formats import Int4Weight, Quantized
 from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import dequantize
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Layer, Params
+from specjax.model.layers import Layer
+from specjax.model.params import Params
 from specjax.model.transformer import forward
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts

@@ -21,7 +21,7 @@ from checkpoints_tools.quantization.calibration import InputStatistics, LayerSta
 from checkpoints_tools.quantization.rtn import OUTPUT_RATIOS, round_clipped, round_to_nearest
 from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
-from specjax.model.params import Layer, Linear
+from specjax.model.layers import Layer, Linear
 from tests.support.random_models import CONFIG, random_model
 
 

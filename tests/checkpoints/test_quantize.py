@@ -28,7 +28,8 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.interleave import by_rows
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import LINEARS, Linear, Params
+from specjax.model.layers import LINEARS, Linear
+from specjax.model.params import Params
 from specjax.model.transformer import forward
 from tests.conftest import ROOT
 from tests.support.covering import representatives

@@ -20,7 +20,8 @@ from checkpoints_tools.quantization.recipe import Recipe
 from pallas_kernels.formats import plain_weight
 from pallas_kernels.weight_values import plain_values
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import LINEARS, Layer, Linear, Params
+from specjax.model.layers import LINEARS, Layer, Linear
+from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.model.weight_names import named_weights, params_from_weights
 from tests.support.covering import representatives

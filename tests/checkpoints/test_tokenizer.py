@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specjax
-from specjax.files.digests import digest
+from specjax.evaluation.digests import digest
 
 TINY = Path(specjax.__file__).parent / "models" / "tiny"
 TEMPLATE = (

@@ -13,7 +13,7 @@ import specjax
 from checkpoints_tools.quantization import quantize
 from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel
 from specjax.generation.decoding import start
-from specjax.model.params import Linear
+from specjax.model.layers import Linear
 from specjax.speculation.rounds import step
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
@@ -96,9 +96,8 @@ def test_a_drafts_own_cache_is_what_its_model_writes(name: str) -> None:
     )  # fmt: skip
     filled = np.minimum(own.lengths, state.lengths - 1)
     assert (filled >= state.lengths - 2).all()
-    for ours, theirs in zip(own.keys, again.cache.keys, strict=True):
-        for row, length in enumerate(filled):
-            np.testing.assert_array_equal(ours[row, :length], theirs[row, :length])
+    for ours, theirs, length in zip(own.keys, again.cache.keys, filled, strict=True):
+        np.testing.assert_array_equal(ours[:, :length], theirs[:, :length])
 
 
 def test_a_draft_equal_to_the_target_is_never_rejected() -> None:

@@ -15,7 +15,8 @@ import specjax
 from checkpoints_tools.quantization import quantize
 from specjax import planning
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Linear, Params, stored
+from specjax.model.layers import Linear
+from specjax.model.params import Params, stored
 from specjax.model.sizes import most_that_fits
 from specjax.model.transformer import forward
 from specjax.planning import Level

@@ -85,7 +85,7 @@ def test_without_overwriting_fewer_drafts_are_kept_apart(params) -> None:
     for _ in range(3):
         state, _ = step(params, state, drafter)
     length = int(state.cache.lengths[0])
-    own, target = state.draft.cache.keys[0][0, :length], state.cache.keys[0][0, :length]
+    own, target = state.draft.cache.keys[0, 0, :length], state.cache.keys[0, 0, :length]
     prompt = len(PROMPTS[0]) - 1
     np.testing.assert_array_equal(own[:prompt], target[:prompt])  # the prefill is shared
     assert np.any(np.asarray(own[prompt:]) != np.asarray(target[prompt:]))
@@ -210,7 +210,7 @@ def test_the_cache_is_updated_in_place(params, drafter) -> None:
         state = start(params, PROMPTS, drafter=drafter, max_new_tokens=8, cache_capacity=capacity)
         compiled = step.lower(params, state, drafter).compile()
         state, _ = step(params, (before := state), drafter)
-        assert before.cache.keys[0].is_deleted()
+        assert before.cache.keys.is_deleted()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(2048) <= temporaries(256) + 4096

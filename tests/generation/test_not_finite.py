@@ -11,7 +11,8 @@ import pytest
 
 import specjax
 from specjax.cli import main
-from specjax.model.params import Linear, Params
+from specjax.model.layers import Linear
+from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.sampling import greedy
 from specjax.speculation.state import DecodeState, Proposal

@@ -187,7 +187,7 @@ def same_entries(cache: KVCache, expected: KVCache) -> None:
     held = [jax.tree.leaves((each.keys, each.values)) for each in (cache, expected)]
     for ours, theirs in zip(*held, strict=True):
         for row, length in enumerate(np.asarray(cache.lengths)):
-            np.testing.assert_array_equal(ours[row, :length], theirs[row, :length])
+            np.testing.assert_array_equal(ours[row, :, :length], theirs[row, :, :length])
 
 
 @pytest.mark.exhaustive

@@ -80,9 +80,16 @@ def make_case(
 def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.ndarray:
     """Runs the C++ attention on a case, with some operands changed."""
     case = case | changes
-    operands = [case[name] for name in OPERANDS]
+    operands = operands_of(case)
     options = {"window": case["window"], "head_scale": case["head_scale"]}
     return np.asarray(cpu.attention(*operands, **options, instruction_set=instruction_set))
+
+
+def operands_of(case: Case, last: str = "ancestors") -> tuple[Any, ...]:
+    """A case's operands as kernels take them: the cache has an axis of layers, here of one."""
+    keys, values = jax.tree.map(lambda part: part[:, None], (case["keys"], case["values"]))
+    others = (case[name] for name in ("lengths", "positions", last))
+    return case["queries"], keys, values, *others, np.int32(0)
 
 
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -286,7 +293,10 @@ def as_a_chain(case: Case, path: np.ndarray) -> Case:
     """A chain of the tokens on one path of the first row's tree."""
     slots = int(case["lengths"][0]) + np.stack((path, np.arange(len(path))))[:, None]
     rows = np.zeros((1, 1), int)
-    entries = {name: moved(case[name], rows, *slots) for name in ("keys", "values")}
+    entries = {}
+    for name in ("keys", "values"):
+        layers = jax.tree.map(lambda part: part[:, None], case[name])
+        entries[name] = jax.tree.map(lambda part: part[:, 0], moved(layers, rows, *slots))
     tokens = {name: case[name][:, path] for name in ("queries", "positions")}
     return case | entries | tokens | {"ancestors": None}
 
@@ -383,7 +393,7 @@ def test_vmap(mask: str | None) -> None:
 
     def one(operands: dict[str, jax.Array], shared: dict[str, jax.Array]) -> jax.Array:
         case = cases[0] | operands | shared
-        return cpu.attention(*(case[n] for n in OPERANDS), window=None, head_scale=0.25)
+        return cpu.attention(*operands_of(case), window=None, head_scale=0.25)
 
     for shared_names in ((), ("lengths", "positions"), ("keys", "values"), ("keys",)):
         shared = {n: cases[0][n] for n in shared_names}

@@ -57,6 +57,7 @@ MATMUL = Call(
         "packed": zeros(40, 256, dtype=jnp.uint8),
         "scales": zeros(40, 4, dtype=jnp.bfloat16),
         "others": None,
+        "number": None,
     },
     (shape(3, 40),),
     {
@@ -66,7 +67,18 @@ MATMUL = Call(
         "group_sizes": numbers(128),
         "points": numbers(0),
         "outputs": numbers(0),
+        "stacked": numbers(0),
     },
+)
+STACKED = dataclasses.replace(
+    MATMUL,
+    operands=MATMUL.operands
+    | {
+        "packed": zeros(5, 40, 256, dtype=jnp.uint8),
+        "scales": zeros(5, 40, 4, dtype=jnp.bfloat16),
+        "number": zeros(dtype=jnp.int32),
+    },
+    attributes=MATMUL.attributes | {"stacked": numbers(1)},
 )
 INTERLEAVED = dataclasses.replace(
     MATMUL,
@@ -81,10 +93,11 @@ ATTENTION = Call(
     "specjax_attention",
     {
         "queries": zeros(2, 3, 4, 16),
-        "keys": zeros(2, 256, 2, 16),
-        "values": zeros(2, 256, 2, 16),
+        "keys": zeros(2, 5, 256, 2, 16),
+        "values": zeros(2, 5, 256, 2, 16),
         "lengths": zeros(2, dtype=jnp.int32),
         "positions": zeros(2, 3, dtype=jnp.int32),
+        "layer": zeros(dtype=jnp.int32),
         "ancestors": None,
         "another": None,
     },
@@ -94,12 +107,12 @@ ATTENTION = Call(
 CODES = dataclasses.replace(
     ATTENTION,
     operands=ATTENTION.operands
-    | {name: zeros(2, 256, 2, 8, dtype=jnp.uint8) for name in ("keys", "values")}
+    | {name: zeros(2, 5, 256, 2, 8, dtype=jnp.uint8) for name in ("keys", "values")}
     | {
-        "key scales": zeros(2, 256, 2),
-        "key zeros": zeros(2, 256, 2, dtype=jnp.uint8),
-        "value scales": zeros(2, 256, 2),
-        "value zeros": zeros(2, 256, 2, dtype=jnp.uint8),
+        "key scales": zeros(2, 5, 256, 2),
+        "key zeros": zeros(2, 5, 256, 2, dtype=jnp.uint8),
+        "value scales": zeros(2, 5, 256, 2),
+        "value zeros": zeros(2, 5, 256, 2, dtype=jnp.uint8),
     },
 )
 NORM = Call(
@@ -128,7 +141,7 @@ MULTIPLY = Call(
     {"arithmetic": np.int64(0), "count": np.int64(1)},
 )
 
-CALLS = [MATMUL, INTERLEAVED, ATTENTION, CODES, NORM, ROTATE, HADAMARD, READ, MULTIPLY]
+CALLS = [MATMUL, STACKED, INTERLEAVED, ATTENTION, CODES, NORM, ROTATE, HADAMARD, READ, MULTIPLY]
 REFUSED = [  # call, changes, error message
     (MATMUL, {"x": zeros(3, 300, dtype=jnp.float16)}, "x must be a bfloat16 or float32 matrix"),
     (MATMUL, {"x": zeros(3, 2, 300)}, r"x must be .* got \[3, 2, 300\]"),
@@ -191,9 +204,21 @@ REFUSED = [  # call, changes, error message
     (INTERLEAVED, {"outputs": numbers(-40)}, r"does not fit: got \[3, 64, 64\]"),
     (INTERLEAVED, {"x": zeros(3, 600)}, r"does not fit: got \[3, 64, 64\]"),
     (INTERLEAVED, {"scales": zeros(40, 4)}, r"scales must be \[3, 4, 16\], got \[40, 4\]"),
+    (STACKED, {"number": np.int32(5)}, r"there is no matrix 5 in a stack \[5, 40, 256\]"),
+    (STACKED, {"number": np.int32(-1)}, "there is no matrix -1 in a stack"),
+    (STACKED, {"number": np.float32(1)}, "a matrix's number has another type"),
+    (STACKED, {"number": None}, "Index out of range"),
+    (STACKED, {"stacked": numbers()}, "do not fit together"),
+    (STACKED, {"scales": zeros(4, 40, 4), "number": np.int32(4)}, r"in a stack \[4, 40, 4\]"),
+    (STACKED, {"packed": zeros(dtype=jnp.uint8)}, r"in a stack \[\]"),
+    (STACKED, {"stacked": numbers(0)}, "does not fit"),
+    (ATTENTION, {"layer": np.int32(5)}, "layer must be in 0 … 4, got 5"),
+    (ATTENTION, {"layer": np.int32(-1)}, "layer must be in 0 … 4, got -1"),
+    (ATTENTION, {"layer": np.float32(1)}, "layer has another type"),
+    (ATTENTION, {"keys": zeros(2, 256, 2, 16)}, "keys must be float32"),
     (ATTENTION, {"results": (shape(2, 3, 64),)}, "the result must be"),
     (ATTENTION, {"results": (shape(2, 3, 4, 16, dtype=jnp.bfloat16),)}, "result has another type"),
-    (ATTENTION, {"keys": zeros(2, 256, 0, 16), "values": zeros(2, 256, 0, 16)}, "do not fit"),
+    (ATTENTION, {"keys": zeros(2, 5, 256, 0, 16), "values": zeros(2, 5, 256, 0, 16)}, "do not fit"),
     (ATTENTION, {"positions": None}, "Wrong number of arguments"),
     (
         ATTENTION,
@@ -203,13 +228,13 @@ REFUSED = [  # call, changes, error message
     (ATTENTION, {"ancestors": zeros(2, 3, 3, dtype=jnp.bool_)}, "ancestors has another type"),
     (ATTENTION, {"ancestors": zeros(2, 4, 3, dtype=jnp.int32)}, r"ancestors must be \[2, 3, 3\]"),
     (ATTENTION, {"ancestors": zeros(dtype=jnp.int32)}, "ancestors must be"),
-    (ATTENTION, {"keys": zeros(2, 256, 2, 16, dtype=jnp.int8)}, "keys must be"),
-    (CODES, {"keys": zeros(2, 256, 2, 9, dtype=jnp.uint8)}, "do not fit queries"),
-    (CODES, {"values": zeros(2, 256, 2, 16, dtype=jnp.uint8)}, "values must be"),
-    (CODES, {"key scales": zeros(2, 256, 1)}, "scales must be"),
-    (CODES, {"value scales": zeros(2, 256, 2, dtype=jnp.bfloat16)}, "scales has another type"),
-    (CODES, {"key zeros": zeros(2, 255, 2, dtype=jnp.uint8)}, "zeros must be"),
-    (CODES, {"value zeros": zeros(2, 256, 2, dtype=jnp.int8)}, "zeros has another type"),
+    (ATTENTION, {"keys": zeros(2, 5, 256, 2, 16, dtype=jnp.int8)}, "keys must be"),
+    (CODES, {"keys": zeros(2, 5, 256, 2, 9, dtype=jnp.uint8)}, "do not fit queries"),
+    (CODES, {"values": zeros(2, 5, 256, 2, 16, dtype=jnp.uint8)}, "values must be"),
+    (CODES, {"key scales": zeros(2, 5, 256, 1)}, "scales must be"),
+    (CODES, {"value scales": zeros(2, 5, 256, 2, dtype=jnp.bfloat16)}, "scales has another type"),
+    (CODES, {"key zeros": zeros(2, 5, 255, 2, dtype=jnp.uint8)}, "zeros must be"),
+    (CODES, {"value zeros": zeros(2, 5, 256, 2, dtype=jnp.int8)}, "zeros has another type"),
     (CODES, {"value zeros": None}, "the number of buffers does not fit"),
     (ATTENTION, {"scale": np.float64(1)}, "Wrong scalar data type"),
     (ATTENTION, {"instruction_set": "abacus"}, "this machine cannot run abacus"),

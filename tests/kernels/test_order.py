@@ -23,7 +23,7 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import dequantize
-from specjax.model.params import Linear
+from specjax.model.layers import Linear
 from tests.support.random_models import CONFIG, random_model
 from tests.support.random_weights import random_int4, random_rows, with_outliers
 

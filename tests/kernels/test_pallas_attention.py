@@ -19,7 +19,7 @@ from pallas_kernels import attention_reference, mosaic_tpu, triton_gpu
 from pallas_kernels.attention import IMPLEMENTATIONS, attention
 from pallas_kernels.attention_operands import MOST_MASKED
 from pallas_kernels.cache_entries import dequantize_entries, quantize_entries
-from tests.kernels.test_cpu_attention import Case, exact, make_case
+from tests.kernels.test_cpu_attention import Case, exact, make_case, operands_of
 from tests.kernels.test_pallas_kernels import CUSTOM_CALLS, DEVICES, lowered
 
 KERNELS = {"cuda": triton_gpu.attention, "tpu": mosaic_tpu.attention}
@@ -27,7 +27,6 @@ JITTED = {
     platform: jax.jit(kernel, static_argnames=("window", "head_scale", "interpret"))
     for platform, kernel in KERNELS.items()
 }
-OPERANDS = ("queries", "keys", "values", "lengths", "positions", "mask")
 platforms = pytest.mark.parametrize("platform", KERNELS)
 
 
@@ -49,7 +48,7 @@ def on(platform: str):
 
 def interpreted(platform: str, case: Case) -> np.ndarray:
     """Runs the platform's kernel in interpret mode."""
-    operands = (case[name] for name in OPERANDS)
+    operands = operands_of(case, "mask")
     with on(platform):
         return np.asarray(JITTED[platform](*operands, **options_of(case), interpret=True))
 
@@ -106,7 +105,7 @@ def test_codes_on_gpus(bits: int) -> None:
 def test_agrees_with_the_reference(platform: str) -> None:
     # Values of about 1 differ by two bfloat16 roundings.
     case = case_for(platform, 3, EDGES, window=130)  # compiled above
-    operands = jax.device_put([case[name] for name in OPERANDS])
+    operands = jax.device_put(operands_of(case, "mask"))
     expected = attention_reference.attention(*operands, **options_of(case))
     np.testing.assert_allclose(interpreted(platform, case), expected, atol=2**-7)
 
@@ -139,7 +138,7 @@ def test_t_chooses_nothing_but_the_number_of_tiles(platform: str) -> None:
         case = case_for(platform, t, [500])
         kernel = partial(KERNELS[platform], **options_of(case))
         with on(platform):
-            jaxpr = jax.make_jaxpr(kernel)(*(case[name] for name in OPERANDS))
+            jaxpr = jax.make_jaxpr(kernel)(*operands_of(case, "mask"))
         calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
         text = "".join(str(call.params["jaxpr"]) for call in calls)
         return text if platform == "cuda" else re.sub(rf"\b{4 * t}\b", "rows", text)
@@ -171,8 +170,7 @@ def test_only_what_is_seen_is_read(platform: str) -> None:
 
 def lowered_door(platform: str, case: Case) -> str:
     door = partial(attention, **options_of(case))
-    operands = (case[name] for name in (*OPERANDS[:-1], "ancestors"))  # instead of the mask
-    return lowered(door, platform, *operands)
+    return lowered(door, platform, *operands_of(case))
 
 
 @pytest.mark.parametrize(("mask", "window"), [(None, None), ("tree", 100), (None, 300)])
@@ -189,8 +187,8 @@ def test_the_cache_is_read_as_it_is_stored() -> None:
     case = make_case(2, 3, 8, 2, 128, 1024, [7, 600], cache="bfloat16")
     for platform in KERNELS:
         kernel = partial(KERNELS[platform], **options_of(case))
-        text = lowered(kernel, platform, *(case[name] for name in OPERANDS))
-        users = [line for line in text.splitlines() if "tensor<2x1024x2x128xui16>" in line]
+        text = lowered(kernel, platform, *operands_of(case, "mask"))
+        users = [line for line in text.splitlines() if "tensor<2x1x1024x2x128xui16>" in line]
         assert len(users) == 2 and "@main" in users[0] and CUSTOM_CALLS[platform] in users[1]
 
 
@@ -222,16 +220,16 @@ def test_the_reference_serves_what_a_kernel_refuses() -> None:
     ]
     for platform, case, message in refused:
         with on(platform), pytest.raises(ValueError, match=message):
-            KERNELS[platform](*(case[name] for name in OPERANDS), **options_of(case))
+            KERNELS[platform](*operands_of(case, "mask"), **options_of(case))
         assert CUSTOM_CALLS[platform] not in lowered_door(platform, case)
     with pytest.raises(ValueError, match="must be a TPU"):
-        mosaic_tpu.attention(*(wide[name] for name in OPERANDS), **options_of(wide))
+        mosaic_tpu.attention(*operands_of(wide, "mask"), **options_of(wide))
 
 
 @pytest.mark.usefixtures("wrong_types")
 def test_an_implementation_by_name() -> None:
     case = make_case(1, 2, 4, 2, 64, 128, [9])
-    operands = jax.device_put([case[name] for name in OPERANDS])
+    operands = jax.device_put(operands_of(case, "mask"))
     expected = attention_reference.attention(*operands, **options_of(case))
     y = attention(*operands, **options_of(case), implementation="reference")
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)

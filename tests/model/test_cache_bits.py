@@ -50,13 +50,13 @@ def test_entries_by_the_equation(bits) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_writing_touches_its_slots_alone(bits) -> None:
-    entries = empty_entries((2, 8, 1, 4), "float32", bits)
+    entries = empty_entries((2, 3, 8, 1, 4), "float32", bits)
     new = _normal(2, 3, 1, 4)
     rows, slots = jnp.arange(2)[:, None], jnp.array([[0, 1, 2], [6, 7, 8]])
-    values = np.asarray(dequantize_entries(write_entries(entries, rows, slots, new)))
-    expected = np.zeros((2, 8, 1, 4), np.float32)
+    values = np.asarray(dequantize_entries(write_entries(entries, rows, 1, slots, new)))
+    expected = np.zeros((2, 3, 8, 1, 4), np.float32)
     rounded = np.asarray(dequantize_entries(quantize_entries(new, bits)))
-    expected[0, :3], expected[1, 6:] = rounded[0], rounded[1, :2]  # slot 8 does not exist
+    expected[0, 1, :3], expected[1, 1, 6:] = rounded[0], rounded[1, :2]  # slot 8 does not exist
     np.testing.assert_array_equal(values, expected)
 
 

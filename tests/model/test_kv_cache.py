@@ -35,8 +35,8 @@ def test_rows_advance_on_their_own_and_overwrite_what_was_not_kept(kept) -> None
     for row, expected in enumerate(model):
         assert int(cache.lengths[row]) == len(expected)
         for layer in range(CONFIG.num_layers):
-            keys = cache.keys[layer][row, : len(expected), 0, 0]
-            values = cache.values[layer][row, : len(expected), 0, 0]
+            keys = cache.keys[row, layer, : len(expected), 0, 0]
+            values = cache.values[row, layer, : len(expected), 0, 0]
             assert keys.tolist() == [(layer + 1) * entry for entry in expected]
             assert values.tolist() == [-entry for entry in expected]
 
@@ -44,12 +44,12 @@ def test_rows_advance_on_their_own_and_overwrite_what_was_not_kept(kept) -> None
 def test_writes_past_the_capacity_are_dropped() -> None:
     cache = KVCache.create(CONFIG, 1, 128).with_lengths(jnp.array([127], jnp.int32))
     cache = cache.write(0, jnp.ones((1, 3, 1, 4)), jnp.ones((1, 3, 1, 4)))
-    assert cache.keys[0][0, 127].all() and not cache.keys[0][0, :127].any()
+    assert cache.keys[0, 0, 127].all() and not cache.keys[0, 0, :127].any()
 
 
 def test_bfloat16_is_stored_as_its_bits() -> None:
     config = ModelConfig(8, 8, 8, 1, 2, 1, 4, dtype="bfloat16")
     new = jnp.full((1, 1, 1, 4), 1.5, jnp.bfloat16)
     cache = KVCache.create(config, 1, 16).write(0, new, new)
-    assert cache.keys[0].dtype == jnp.uint16
-    assert cache.keys[0][0, 0, 0, 0] == np.asarray(jnp.bfloat16(1.5)).view(np.uint16)
+    assert cache.keys.dtype == jnp.uint16
+    assert cache.keys[0, 0, 0, 0, 0] == np.asarray(jnp.bfloat16(1.5)).view(np.uint16)

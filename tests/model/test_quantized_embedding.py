@@ -16,7 +16,8 @@ from pallas_kernels.formats import Int8Weight, plain_weight
 from pallas_kernels.interleave import interleave
 from pallas_kernels.weight_values import dequantize
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Linear, Params, stored
+from specjax.model.layers import Linear
+from specjax.model.params import Params, stored
 from specjax.model.transformer import forward
 from tests.checkpoints.test_checkpoint import assert_same
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts

@@ -24,8 +24,8 @@ from checkpoints_tools.quantization import quantize
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.scoring import score_tokens
 from specjax.generation.decoding import start
+from specjax.model.layers import LINEARS
 from specjax.model.parallel import mesh, shard
-from specjax.model.params import LINEARS
 from specjax.speculation.rounds import step
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.random_weights import random_weights

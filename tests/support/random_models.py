@@ -8,7 +8,8 @@ import numpy as np
 from checkpoints_tools.quantization import quantize
 from pallas_kernels.formats import plain_weight
 from specjax.model.config import ModelConfig
-from specjax.model.params import Layer, Linear, Params, linear_shapes
+from specjax.model.layers import Layer, Linear
+from specjax.model.params import Params, linear_shapes
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=172, num_layers=2, num_heads=4,

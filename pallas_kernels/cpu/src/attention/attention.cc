@@ -173,14 +173,14 @@ ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys
     return invalid("queries must be bfloat16 or float32 [B, T, H, E], got " +
                    text(shape_of(queries)));
   }
-  if (k.size() != 4 || (cache != ffi::F32 && cache != ffi::U16 && cache != ffi::U8)) {
-    return invalid("keys must be float32, uint16 or uint8 [B, S, K, E], got " +
+  if (k.size() != 5 || (cache != ffi::F32 && cache != ffi::U16 && cache != ffi::U8)) {
+    return invalid("keys must be float32, uint16 or uint8 [B, L, S, K, E], got " +
                    text(shape_of(keys)));
   }
   a.b = q[0], a.tokens = q[1], a.heads = q[2], a.e = q[3];
-  a.slots = k[1], a.kv_heads = k[2];
-  const bool nibbles = cache == ffi::U8 && 2 * k[3] == a.e;
-  if (k[0] != a.b || (k[3] != a.e && !nibbles) || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
+  a.layers = k[1], a.slots = k[2], a.kv_heads = k[3];
+  const bool nibbles = cache == ffi::U8 && 2 * k[4] == a.e;
+  if (k[0] != a.b || (k[4] != a.e && !nibbles) || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
     return invalid("keys " + text(shape_of(keys)) + " do not fit queries " +
                    text(shape_of(queries)));
   }
@@ -201,13 +201,14 @@ ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
     return invalid("the number of buffers does not fit the cache's type");
   }
   const void* data[5] = {};
+  const Shape grid{a.b, a.layers, a.slots, a.kv_heads};
   for (size_t i = 0; i < others.size(); ++i) {
     auto buffer = others.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
     if (i == grids && buffer->dimensions().size() > 0) a.depth = buffer->dimensions().back();
     const auto error = i == grids ? check("ancestors", *buffer, ffi::S32, {a.b, a.tokens, a.depth})
-                       : i % 2 == 0 ? check("scales", *buffer, ffi::F32, {a.b, a.slots, a.kv_heads})
-                                    : check("zeros", *buffer, ffi::U8, {a.b, a.slots, a.kv_heads});
+                       : i % 2 == 0 ? check("scales", *buffer, ffi::F32, grid)
+                                    : check("zeros", *buffer, ffi::U8, grid);
     if (error.failure()) return error;
     data[i] = buffer->untyped_data();
   }
@@ -223,7 +224,7 @@ ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
 // window: negative for none.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
                      ffi::AnyBuffer values, ffi::AnyBuffer lengths, ffi::AnyBuffer positions,
-                     ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> result, int64_t window,
+                     ffi::AnyBuffer layer, ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> result, int64_t window,
                      float scale, std::string_view instruction_set) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
@@ -235,8 +236,14 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
        {check("values", values, keys.element_type(), shape_of(keys)),
         check("lengths", lengths, ffi::S32, {a.b}),
         check("positions", positions, ffi::S32, {a.b, a.tokens}),
+        check("layer", layer, ffi::S32, {}),
         check("the result", *result, ffi::F32, shape_of(queries)), read_others(others, a)}) {
     if (error.failure()) return error;
+  }
+  a.layer = *static_cast<const int32_t*>(layer.untyped_data());
+  if (a.layer < 0 || a.layer >= a.layers) {
+    return invalid("layer must be in 0 … " + std::to_string(a.layers - 1) + ", got " +
+                   std::to_string(a.layer));
   }
   a.queries = queries.untyped_data();
   a.keys.data = keys.untyped_data(), a.values.data = values.untyped_data();
@@ -260,6 +267,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, specjax::attention,
                                   .Arg<ffi::AnyBuffer>()  // values
                                   .Arg<ffi::AnyBuffer>()  // lengths
                                   .Arg<ffi::AnyBuffer>()  // positions
+                                  .Arg<ffi::AnyBuffer>()  // layer
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("window")

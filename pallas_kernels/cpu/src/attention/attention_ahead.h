@@ -32,7 +32,7 @@ class Ahead {
     const int64_t bytes = head_bytes(a), stride = a.kv_heads * bytes;
     for (const Cache* cache : {&a.keys, &a.values}) {
       const auto block = [&](const AttentionStep& step) {
-        const int64_t slot = step.task->batch_row * a.slots + step.block * kAttentionBlock;
+        const int64_t slot = a.first_slot(step.task->batch_row) + step.block * kAttentionBlock;
         return static_cast<const uint8_t*>(cache->data) + slot * stride;
       };
       if (steps.next != nullptr) {

@@ -50,7 +50,7 @@ struct Entries {
         bytes(head_bytes(a)),
         stride(a.kv_heads * bytes),
         heads(a.kv_heads) {
-    const int64_t first = task.batch_row * a.slots * heads + task.head;
+    const int64_t first = a.first_slot(task.batch_row) * heads + task.head;
     start = static_cast<const uint8_t*>(cache.data) + first * bytes;
     if (kind < Cached::kCodes8) return;
     scales = cache.scales + first, zeros = cache.zeros + first;

@@ -17,6 +17,28 @@ inline Shape shape_of(const ffi::AnyBuffer& buffer) {
   return Shape(buffer.dimensions().begin(), buffer.dimensions().end());
 }
 
+// A row-major array: a buffer, or one entry of a buffer's first axis.
+struct Array {
+  explicit Array(const ffi::AnyBuffer& buffer)
+      : shape(shape_of(buffer)), type(buffer.element_type()), data(bytes(buffer)) {}
+
+  // Entry `index` of a stack of arrays.
+  Array(const ffi::AnyBuffer& stack, int64_t index) : Array(stack) {
+    shape.erase(shape.begin());
+    int64_t size = ffi::ByteWidth(type);
+    for (const int64_t axis : shape) size *= axis;
+    data += index * size;
+  }
+
+  static const uint8_t* bytes(const ffi::AnyBuffer& buffer) {
+    return static_cast<const uint8_t*>(buffer.untyped_data());
+  }
+
+  Shape shape;
+  ffi::DataType type;
+  const uint8_t* data;
+};
+
 inline std::string text(const Shape& shape) {
   std::string s = "[";
   for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);

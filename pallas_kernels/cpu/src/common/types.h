@@ -118,7 +118,8 @@ inline constexpr int64_t kAttentionBlock = 256;
 // How a cache holds its entries (pallas_kernels/cache_entries.py).
 enum class Cached { kFloat32, kBfloat16, kCodes8, kCodes4 };
 
-// Keys or values [b, slots, kv_heads, e]. Codes have scales and zeros [b, slots, kv_heads].
+// Keys or values [b, layers, slots, kv_heads, e]. Codes have scales and zeros [b, layers, slots,
+// kv_heads].
 struct Cache {
   const void* data;
   const float* scales;
@@ -135,12 +136,16 @@ struct Attention {
   // For a tree [b, tokens, depth]: the new tokens on the path to a token, then -1. Null for a
   // chain, where each token sees those before it.
   const int32_t* ancestors;
-  int64_t b, tokens, depth, heads, e, slots, kv_heads;
+  int64_t b, tokens, depth, heads, e, layers, slots, kv_heads;
+  int64_t layer;         // which of the cache's layers is read
   int64_t heads_per_kv;  // heads / kv_heads
   bool windowed;
   int64_t window;
   float scale;  // of scores, which are exponents of 2
   float* out;   // [b, tokens, heads, e]
+
+  // The number of a batch row's first slot among all slots of the cache.
+  int64_t first_slot(int64_t batch_row) const { return (batch_row * layers + layer) * slots; }
 };
 
 // The queries of `tokens` tokens from `token` on, of all heads that share the key-value head

@@ -23,9 +23,11 @@ struct Description {
   int64_t group_size;  // 0: one scale per output
   Points points;
   int64_t outputs;  // of an interleaved weight; 0: it is stored row by row
+  bool stacked;     // the arrays hold several matrices; the number of one follows them
 
   bool quantized() const { return kind <= Kind::kInt8; }
-  int64_t buffers() const { return quantized() ? 2 + (points != Points::kNone) : 1; }
+  int64_t arrays() const { return quantized() ? 2 + (points != Points::kNone) : 1; }
+  int64_t buffers() const { return arrays() + stacked; }
 };
 
 int64_t tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
@@ -35,11 +37,11 @@ Shape group_shape(const Weight& w) {
   return w.interleaved ? Shape{tiles(w.n), w.groups, kTileRows} : Shape{w.n, w.groups};
 }
 
-ffi::Error read_scales(const ffi::AnyBuffer& scales, Weight& w) {
-  if (const Shape shape = group_shape(w); shape_of(scales) != shape) {
-    return invalid("scales must be " + text(shape) + ", got " + text(shape_of(scales)));
+ffi::Error read_scales(const Array& scales, Weight& w) {
+  if (const Shape shape = group_shape(w); scales.shape != shape) {
+    return invalid("scales must be " + text(shape) + ", got " + text(scales.shape));
   }
-  switch (scales.element_type()) {
+  switch (scales.type) {
     case ffi::BF16: w.scale = Scale::kBfloat16; break;
     case ffi::F16: w.scale = Scale::kFloat16; break;
     case ffi::F32: w.scale = Scale::kFloat32; break;
@@ -49,62 +51,88 @@ ffi::Error read_scales(const ffi::AnyBuffer& scales, Weight& w) {
   if ((w.scale == Scale::kE8m0) != (w.kind == Kind::kMxfp4)) {
     return invalid("scales have another format's type");
   }
-  w.scales = scales.untyped_data();
+  w.scales = scales.data;
   return ffi::Error::Success();
 }
 
-ffi::Error read_points(Points kind, const std::vector<ffi::AnyBuffer>& buffers, Weight& w) {
+ffi::Error read_points(Points kind, const std::vector<Array>& arrays, Weight& w) {
   if (kind == Points::kNone) return ffi::Error::Success();
-  const ffi::AnyBuffer &scales = buffers[1], &points = buffers[2];
-  const bool fits = shape_of(points) == group_shape(w), zeros = kind == Points::kZeros;
-  if (zeros && (!fits || points.element_type() != ffi::S8)) {
-    return invalid("zeros must be int8 like the scales, got " + text(shape_of(points)));
+  const Array &scales = arrays[1], &points = arrays[2];
+  const bool fits = points.shape == group_shape(w), zeros = kind == Points::kZeros;
+  if (zeros && (!fits || points.type != ffi::S8)) {
+    return invalid("zeros must be int8 like the scales, got " + text(points.shape));
   }
-  if (!zeros && (!fits || points.element_type() != scales.element_type())) {
-    return invalid("minima must be like the scales, got " + text(shape_of(points)));
+  if (!zeros && (!fits || points.type != scales.type)) {
+    return invalid("minima must be like the scales, got " + text(points.shape));
   }
   if (!zeros && w.kind == Kind::kMxfp4) return invalid("MXFP4 has no minima");
-  if (zeros) w.zeros = static_cast<const int8_t*>(points.untyped_data());
-  if (!zeros) w.minima = points.untyped_data();
+  if (zeros) w.zeros = reinterpret_cast<const int8_t*>(points.data);
+  if (!zeros) w.minima = points.data;
   return ffi::Error::Success();
 }
 
-// Reads the weight that `d` describes from the buffers args[first] … x: [M, K].
-ffi::Error read_weight(const Description& d, const ffi::RemainingArgs& args, int64_t first,
-                       int64_t k, Weight& w) {
+// Reads the number of a matrix in its stack.
+ffi::Error read_number(const ffi::AnyBuffer& buffer, int64_t& number) {
+  if (auto error = check("a matrix's number", buffer, ffi::S32, {}); error.failure()) return error;
+  number = *static_cast<const int32_t*>(buffer.untyped_data());
+  return ffi::Error::Success();
+}
+
+// Reads the arrays of a weight from the buffers args[first] …
+ffi::Error read_arrays(const Description& d, const ffi::RemainingArgs& args, int64_t first,
+                       std::vector<Array>& arrays) {
   std::vector<ffi::AnyBuffer> buffers;
   for (int64_t i = first; i < first + d.buffers(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
     buffers.push_back(*buffer);
   }
-  const ffi::AnyBuffer& data = buffers[0];
+  if (!d.stacked) {
+    for (const ffi::AnyBuffer& buffer : buffers) arrays.emplace_back(buffer);
+    return ffi::Error::Success();
+  }
+  int64_t number;
+  if (auto error = read_number(buffers.back(), number); error.failure()) return error;
+  for (int64_t i = 0; i < d.arrays(); ++i) {
+    const Shape shape = shape_of(buffers[i]);
+    if (number < 0 || shape.empty() || number >= shape[0]) {
+      return invalid("there is no matrix " + std::to_string(number) + " in a stack " + text(shape));
+    }
+    arrays.emplace_back(buffers[i], number);
+  }
+  return ffi::Error::Success();
+}
+
+// Reads the weight that `d` describes. k: columns of x.
+ffi::Error read_weight(const Description& d, const std::vector<Array>& arrays, int64_t k,
+                       Weight& w) {
+  const Array& data = arrays[0];
   const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
   const int64_t padded = (k + kPlanePair - 1) / kPlanePair * kPlanePair;
   w = Weight{};
   w.kind = d.kind, w.inputs = d.quantized() ? padded : k;
   w.interleaved = d.outputs != 0;
-  const Shape dims = shape_of(data);
+  const Shape& dims = data.shape;
   w.n = w.interleaved || dims.empty() ? d.outputs : dims[0];
   const int64_t columns = w.nibbles() ? padded / 2 : w.inputs;
   const int64_t size = ffi::ByteWidth(types[static_cast<int>(d.kind)]), per_word = 4 / size;
   const int64_t words = (columns + per_word - 1) / per_word;
   const Shape wanted =
       w.interleaved ? Shape{tiles(w.n), words, kTileRows * per_word} : Shape{w.n, columns};
-  if (data.element_type() != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 ||
+  if (data.type != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 ||
       columns < 1) {
     return invalid("a weight for " + std::to_string(k) + " inputs does not fit: got " + text(dims));
   }
   w.row_bytes = w.interleaved ? 4 * words : size * columns;
-  w.data = static_cast<const uint8_t*>(data.untyped_data());
+  w.data = data.data;
   if (!d.quantized()) return ffi::Error::Success();
   w.group_size = d.group_size == 0 ? padded : d.group_size;
   if (w.group_size != padded && w.group_size != 32 && w.group_size != 64 && w.group_size != 128) {
     return invalid("unknown group size " + std::to_string(d.group_size));
   }
   w.groups = padded / w.group_size;
-  if (auto error = read_scales(buffers[1], w); error.failure()) return error;
-  return read_points(d.points, buffers, w);
+  if (auto error = read_scales(arrays[1], w); error.failure()) return error;
+  return read_points(d.points, arrays, w);
 }
 
 // Memory for one prepared x. The thread keeps it for its next call.
@@ -185,7 +213,8 @@ ffi::Error read_input(const ffi::AnyBuffer& x, Input& input) {
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
                   ffi::RemainingRets results, int64_t levels, std::string_view instruction_set,
                   ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> group_sizes,
-                  ffi::Span<const int64_t> points, ffi::Span<const int64_t> outputs) {
+                  ffi::Span<const int64_t> points, ffi::Span<const int64_t> outputs,
+                  ffi::Span<const int64_t> stacked) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
     return invalid("this machine cannot run " + std::string(instruction_set));
@@ -193,20 +222,23 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   Input input;
   if (auto error = read_input(x, input); error.failure()) return error;
   if (kinds.size() != results.size() || group_sizes.size() != kinds.size() ||
-      points.size() != kinds.size() || outputs.size() != kinds.size() || levels < 0 ||
-      levels > 127) {
+      points.size() != kinds.size() || outputs.size() != kinds.size() ||
+      stacked.size() != kinds.size() || levels < 0 || levels > 127) {
     return invalid("attributes and results do not fit together");
   }
   std::vector<Product> products(kinds.size());
   int64_t first = 0;
   for (size_t i = 0; i < products.size(); ++i) {
     const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], static_cast<Points>(points[i]),
-                        outputs[i]};
+                        outputs[i], stacked[i] != 0};
     if (kinds[i] < 0 || d.kind > Kind::kFloat32) return invalid("unknown kind of weight");
     if (points[i] < 0 || d.points > Points::kMinima) return invalid("unknown kind of points");
     if (levels != 0 && !d.quantized()) return invalid("integer products need a quantized weight");
     Product& p = products[i];
-    if (auto error = read_weight(d, args, first, input.k, p.weight); error.failure()) return error;
+    std::vector<Array> arrays;
+    auto error = read_arrays(d, args, first, arrays);
+    if (!error.failure()) error = read_weight(d, arrays, input.k, p.weight);
+    if (error.failure()) return error;
     first += d.buffers();
     auto y = results.get<ffi::AnyBuffer>(i);
     if (!y.has_value()) return y.error();
@@ -235,4 +267,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_matmul, specjax::matmul,
                                   .Attr<ffi::Span<const int64_t>>("kinds")
                                   .Attr<ffi::Span<const int64_t>>("group_sizes")
                                   .Attr<ffi::Span<const int64_t>>("points")
-                                  .Attr<ffi::Span<const int64_t>>("outputs"));
+                                  .Attr<ffi::Span<const int64_t>>("outputs")
+                                  .Attr<ffi::Span<const int64_t>>("stacked"));

@@ -8,17 +8,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.formats import is_format
-from pallas_kernels.interleave import by_rows
+from specjax.model.params import Params, stored
 
 
 def digest(*trees: Any) -> str:
     """Twelve hexadecimal digits that identify pytrees by structure, static fields and arrays.
 
-    Weights are hashed row by row, so their order in memory on this machine makes no difference.
+    Models are hashed as they are stored, so their order in memory on this machine makes no
+    difference.
     """
     trees = jax.tree.map(
-        lambda leaf: by_rows(leaf) if is_format(leaf) else leaf, trees, is_leaf=is_format
+        lambda leaf: stored(leaf) if isinstance(leaf, Params) else leaf,
+        trees,
+        is_leaf=lambda leaf: isinstance(leaf, Params),
     )
     found = hashlib.sha256(str(jax.tree.structure(trees)).encode())
     for leaf in jax.tree.leaves(trees):

@@ -1,0 +1,48 @@
+"""Stacks of matrices of one form, of which an operation reads one.
+
+A loop over a model's layers is compiled once, whatever their number. Its body knows the layer's
+number only while it runs, and to slice a weight out of a stack would copy it. So `matmul` takes the
+stack and the number, and the kernel finds the matrix in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.formats import Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Matrix number `index` of a stack.
+
+    stack: a weight in any format. Each of its arrays has one more axis in front, [L, ...].
+    index: int32[], in 0 … L - 1.
+    """
+
+    stack: Weight
+    index: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of one matrix."""
+        n, k = jax.eval_shape(Stacked.taken, self).shape
+        return n, k
+
+    def taken(self) -> Weight:
+        """Returns a copy of the matrix."""
+        weight: Weight = jax.tree.map(lambda leaf: leaf[self.index], self.stack)
+        return weight
+
+
+def form(weight: Weight | Stacked) -> Weight:
+    """Returns a weight whose type and static fields are the given one's: of a stack, all of it."""
+    return weight.stack if isinstance(weight, Stacked) else weight
+
+
+def taken(weight: Weight | Stacked) -> Weight:
+    """Returns a weight that is not in a stack: of a stack, a copy of its matrix."""
+    return weight.taken() if isinstance(weight, Stacked) else weight

@@ -1,0 +1,146 @@
+"""The layers of a model: one by one, or in a stack that one loop runs over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.formats import Weight
+from pallas_kernels.matmul import reads_all_alike
+from pallas_kernels.stacks import Stacked, form
+
+Carry = TypeVar("Carry")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """y = x · weightᵀ + bias. weight: (N, K); bias: [N] or None."""
+
+    weight: Weight | Stacked
+    bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One transformer block. Norm scales are [D]; `q_norm`, `k_norm` are [E] (Qwen3) or None."""
+
+    attention_norm: jax.Array
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    mlp_norm: jax.Array
+    gate: Linear
+    up: Linear
+    down: Linear
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # the fields of Layer that are quantized
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """The layers of a model, all of one form.
+
+    Programs over a stack are compiled as fast for many layers as for few.
+
+    arrays: a layer whose arrays have one more axis in front, [L, ...].
+    count: L, the number of layers. Static.
+    """
+
+    arrays: Layer
+    count: int = jax.tree.static()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Layer:
+        """Returns a copy of one layer."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"a layer's number must be in 0 … {self.count - 1}, got {index}")
+        layer: Layer = jax.tree.map(lambda leaf: leaf[index], self.arrays)
+        return layer
+
+    def __iter__(self) -> Iterator[Layer]:
+        return (self[index] for index in range(self.count))
+
+    def view(self, index: jax.Array) -> Layer:
+        """Returns one layer whose matrices stay in the stack. index: int32[], may be traced."""
+        return Layer(
+            **{
+                field.name: self._part(getattr(self.arrays, field.name), index)
+                for field in dataclasses.fields(Layer)
+            }
+        )
+
+    @staticmethod
+    def _part(value: Linear | jax.Array | None, index: jax.Array) -> Linear | jax.Array | None:
+        if not isinstance(value, Linear):
+            return None if value is None else value[index]
+        bias = None if value.bias is None else value.bias[index]
+        return Linear(Stacked(form(value.weight), index), bias)
+
+
+def over_layers(
+    layers: tuple[Layer, ...] | LayerStack,
+    numbers: tuple[int, ...],
+    step: Callable[[Layer, int | jax.Array, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Calls `carry = step(layer, number, carry)` for the numbered layers, in order.
+
+    The layers of a stack are one loop, whose body is compiled once.
+    """
+    if isinstance(layers, LayerStack) and numbers:
+
+        def turn(carry: Carry, number: jax.Array) -> tuple[Carry, None]:
+            return step(layers.view(number), number, carry), None
+
+        return lax.scan(turn, carry, jnp.array(numbers, jnp.int32))[0]
+    for number in numbers:
+        carry = step(layers[number], number, carry)
+    return carry
+
+
+def can_be_stacked(layers: tuple[Layer, ...]) -> bool:
+    """Whether layers have one form, and kernels can read their matrices in a stack."""
+    linears = [getattr(layers[0], name) for name in LINEARS]
+    return all(reads_all_alike(form(linear.weight), "a4") for linear in linears) and all(
+        jax.tree.structure(layer) == jax.tree.structure(layers[0])
+        and jax.tree.map(_form, layer) == jax.tree.map(_form, layers[0])
+        for layer in layers
+    )
+
+
+def stack(layers: list[Layer]) -> LayerStack:
+    """Stacks layers of one form. The list is emptied, so that no array is held twice for long."""
+    count, structure = len(layers), jax.tree.structure(layers[0])
+    leaves = [jax.tree.leaves(layer) for layer in layers]
+    layers.clear()
+    stacks = [_stack([each.pop() for each in leaves]) for _ in range(structure.num_leaves)]
+    return LayerStack(jax.tree.unflatten(structure, stacks[::-1]), count)
+
+
+def _stack(arrays: list[jax.Array]) -> jax.Array:
+    """Stacks arrays in the order of the list, which is emptied."""
+    if isinstance(arrays[0], jax.core.Tracer):
+        return jnp.stack(arrays)
+    whole = np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    for index in reversed(range(len(arrays))):
+        whole[index] = np.asarray(arrays.pop())
+    return jax.device_put(whole)
+
+
+def _form(leaf: jax.Array) -> str:
+    return f"{leaf.dtype}{leaf.shape}"
