@@ -50,8 +50,8 @@ def dequantize(params: Params, dtype: str | None = None) -> Params:
         config = dataclasses.replace(config, dtype=dtype)
 
     leaves = jax.tree.leaves(params, is_leaf=is_format)
-    if config == params.config and not any(isinstance(leaf, Quantized) for leaf in leaves):
-        return prepack(params)
+    if all(_is_plain(leaf, config.dtype) for leaf in leaves):
+        return prepack(dataclasses.replace(params, config=config))
     weights: Params = jax.tree.map(
         partial(_plain, dtype=config.dtype), unstack_layers(params), is_leaf=is_format
     )
@@ -71,8 +71,14 @@ def _plain(weight: Weight, dtype: str) -> Weight:
     if isinstance(weight, Quantized):
         values: Weight = _dequantized(weight, dtype)
         return values
-    own = "bfloat16" if isinstance(weight, Bfloat16Weight) else weight.dtype.name
-    return weight if own == dtype else held(plain_values(weight), dtype)
+    return weight if _is_plain(weight, dtype) else held(plain_values(weight), dtype)
+
+
+def _is_plain(weight: Weight, dtype: str) -> bool:
+    """Whether a weight, or a stack of weights, is in 16 or 32 bits already."""
+    if isinstance(weight, Quantized):
+        return False
+    return dtype == ("bfloat16" if isinstance(weight, Bfloat16Weight) else weight.dtype.name)
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.formats import Weight
 from pallas_kernels.matmul import reads_all_alike
-from pallas_kernels.stacks import Stacked, form
+from pallas_kernels.stacks import Stacked
 
 Carry = TypeVar("Carry")
 
@@ -23,7 +23,7 @@ Carry = TypeVar("Carry")
 class Linear:
     """y = x · weightᵀ + bias. weight: (N, K); bias: [N] or None."""
 
-    weight: Weight | Stacked
+    weight: Weight
     bias: jax.Array | None = None
 
 
@@ -77,19 +77,15 @@ class LayerStack:
 
     def view(self, index: jax.Array) -> Layer:
         """Returns one layer whose matrices stay in the stack. index: int32[], may be traced."""
-        return Layer(
-            **{
-                field.name: self._part(getattr(self.arrays, field.name), index)
-                for field in dataclasses.fields(Layer)
-            }
-        )
 
-    @staticmethod
-    def _part(value: Linear | jax.Array | None, index: jax.Array) -> Linear | jax.Array | None:
-        if not isinstance(value, Linear):
-            return None if value is None else value[index]
-        bias = None if value.bias is None else value.bias[index]
-        return Linear(Stacked(form(value.weight), index), bias)
+        def part(value: Any) -> Any:
+            if not isinstance(value, Linear):
+                return None if value is None else value[index]
+            weight: Any = Stacked(value.weight, index)
+            return Linear(weight, None if value.bias is None else value.bias[index])
+
+        fields = (field.name for field in dataclasses.fields(Layer))
+        return Layer(**{name: part(getattr(self.arrays, name)) for name in fields})
 
 
 def over_layers(
@@ -116,11 +112,10 @@ def over_layers(
 def can_be_stacked(layers: tuple[Layer, ...]) -> bool:
     """Whether layers have one form, and kernels can read their matrices in a stack."""
     linears = [getattr(layers[0], name) for name in LINEARS]
-    return all(reads_all_alike(form(linear.weight), "a4") for linear in linears) and all(
-        jax.tree.structure(layer) == jax.tree.structure(layers[0])
-        and jax.tree.map(_form, layer) == jax.tree.map(_form, layers[0])
-        for layer in layers
-    )
+    if not all(reads_all_alike(linear.weight, "a4") for linear in linears):
+        return False
+    forms = [jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", layer) for layer in layers]
+    return all(each == forms[0] for each in forms)
 
 
 def stack(layers: list[Layer]) -> LayerStack:
@@ -128,7 +123,7 @@ def stack(layers: list[Layer]) -> LayerStack:
     count, structure = len(layers), jax.tree.structure(layers[0])
     leaves = [jax.tree.leaves(layer) for layer in layers]
     layers.clear()
-    stacks = [_stack([each.pop() for each in leaves]) for _ in range(structure.num_leaves)]
+    stacks = [_stack([each.pop() for each in leaves]) for _ in leaves[0].copy()]
     return LayerStack(jax.tree.unflatten(structure, stacks[::-1]), count)
 
 
@@ -139,8 +134,5 @@ def _stack(arrays: list[jax.Array]) -> jax.Array:
     whole = np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
     for index in reversed(range(len(arrays))):
         whole[index] = np.asarray(arrays.pop())
-    return jax.device_put(whole)
-
-
-def _form(leaf: jax.Array) -> str:
-    return f"{leaf.dtype}{leaf.shape}"
+    stacked: jax.Array = jax.device_put(whole)
+    return stacked

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from pallas_kernels import cpu
 from pallas_kernels.formats import Quantized, Weight, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
-from pallas_kernels.stacks import form
 from specjax.model.config import ModelConfig
 from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, can_be_stacked, stack
 
@@ -67,12 +66,12 @@ class Params:
     @property
     def quantized(self) -> bool:
         """Whether a linear layer of a block is quantized."""
-        return any(isinstance(form(linear.weight), Quantized) for linear in self.linears())
+        return any(isinstance(linear.weight, Quantized) for linear in self.linears())
 
     def linears(self) -> Iterator[Linear]:
         """The linear layers of all blocks, in order; those of a stack once, in stacks."""
-        stacked = isinstance(self.layers, LayerStack)
-        for layer in (self.layers.arrays,) if stacked else self.layers:
+        layers = self.layers
+        for layer in (layers.arrays,) if isinstance(layers, LayerStack) else layers:
             for name in LINEARS:
                 yield getattr(layer, name)
 

@@ -61,10 +61,13 @@ def named_weights(params: Params) -> dict[str, Weight]:
 
 
 def each_weight(params: Params) -> Iterator[tuple[str, Weight]]:
-    """Yields the names and weights of `named_weights`, one layer at a time."""
+    """Yields the weights of `named_weights` in the order of `weight_shapes`, layer by layer."""
     yield "embedding", params.embedding
+    names = list(_layer_shapes(params.config))
     for index, layer in enumerate(params.layers):
-        yield from layer_weights(layer, index)
+        found = dict(layer_weights(layer, index))
+        for name in names:
+            yield f"layers.{index}.{name}", found[f"layers.{index}.{name}"]
     yield "final_norm", params.final_norm
     if params.lm_head is not None:
         yield HEAD, params.lm_head.weight

@@ -18,7 +18,7 @@ from specjax.model.sizes import (
     weight_bytes,
     weight_sizes,
 )
-from specjax.model.weight_names import HEAD, is_block_matrix
+from specjax.model.weight_names import HEAD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def plan_memory(
     Args:
       config, weights: the target, and its format as for `weight_bytes`.
       draft: the draft's format; None: no draft.
-      draft_config: the drafting model; None: a cast of the target, which shares its embedding,
-        norms and biases, and its head unless `lm_head`.
+      draft_config: the drafting model; None: a cast of the target, which shares its embedding and
+        final norm, and its head unless `lm_head`.
       share_cache: a cast drafts from the target's own KV cache.
       group_size: inputs per scale, of both.
       lm_head: whether the draft's head is quantized too.
@@ -96,9 +96,8 @@ def plan_memory(
         check_format(draft, group_size)
         parts = weight_sizes(model, draft, group_size, lm_head)
         if draft_config is None:
-            parts = {
-                n: b for n, b in parts.items() if is_block_matrix(n) or (n == HEAD and lm_head)
-            }
+            own = {HEAD} if lm_head else set()
+            parts = {n: b for n, b in parts.items() if n.startswith("layers.") or n in own}
         sizes["draft"] = sum(parts.values())
         sizes["draft_cache"] = 0 if share_cache else cache_bytes(model, rows, slots, cache_bits)
     passes = [

@@ -139,8 +139,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from checkpoints_tools import checkpoint
 params = checkpoint.load(sys.argv[1])
 mesh = jax.make_mesh((4,), ("x",))
-sharded = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
-checkpoint.save(dataclasses.replace(params, embedding=sharded.embedding), sys.argv[2])
+embedding = jax.device_put(params.embedding, NamedSharding(mesh, PartitionSpec("x")))
+checkpoint.save(dataclasses.replace(params, embedding=embedding), sys.argv[2])
 """
     params = quantize(random_model(), group_size=64)
     checkpoint.save(params, tmp_path / "one")

@@ -166,8 +166,8 @@ def test_quantize_shares_the_rest(model: Params) -> None:
     assert quantized.final_norm is model.final_norm
     assert quantized.lm_head is not None and quantized.lm_head.weight is model.lm_head.weight
     for before, after in zip(model.layers, quantized.layers, strict=True):
-        assert after.attention_norm is before.attention_norm
-        assert after.mlp_norm is before.mlp_norm
+        np.testing.assert_array_equal(after.attention_norm, before.attention_norm)
+        np.testing.assert_array_equal(after.mlp_norm, before.mlp_norm)
         for name in LINEARS:
             weight = getattr(after, name).weight
             assert isinstance(weight, Int4Weight) and weight.group_size == 64
@@ -188,8 +188,8 @@ def test_quantize_keeps_biases(model: Params) -> None:
         for layer in model.layers
     )
     quantized = quantize(dataclasses.replace(model, layers=layers, config=config))
-    assert quantized.layers[1].q.bias is bias
-    assert quantized.layers[1].v.bias is narrow
+    np.testing.assert_array_equal(quantized.layers[1].q.bias, bias)
+    np.testing.assert_array_equal(quantized.layers[1].v.bias, narrow)
 
 
 def test_quantize_head(model: Params) -> None:

@@ -28,7 +28,7 @@ from specjax.speculation import trees
 from specjax.speculation.acceptance import sample_path
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
-from tests.kernels.test_cpu_attention import CACHES, OPERANDS, as_a_chain, make_case, same_bits
+from tests.kernels.test_cpu_attention import CACHES, as_a_chain, make_case, operands_of, same_bits
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.tree_drafter import TreeDrafter
@@ -96,11 +96,11 @@ def test_the_reference_reads_a_path_as_a_chain(window: int | None, cache: str) -
     attend = jax.jit(partial(attention_reference.attention, **options))
     for length in (0, 120, 127, 300):
         case = make_case(1, 13, 4, 2, 24, 512, [length], cache=cache, mask="tree", window=window)
-        tree = np.asarray(attend(*(case[name] for name in OPERANDS)))
+        tree = np.asarray(attend(*operands_of(case)))
         for path in np.asarray(case["ancestors"][0])[[0, 8, 12]]:
             path = path[path >= 0]
             chain = as_a_chain(case, path)
-            same_bits(np.asarray(attend(*(chain[name] for name in OPERANDS)))[0], tree[0, path])
+            same_bits(np.asarray(attend(*operands_of(chain)))[0], tree[0, path])
 
 
 @pytest.mark.optimized

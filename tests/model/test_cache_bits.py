@@ -84,7 +84,9 @@ def test_attention_reads_what_entries_stand_for(bits, e, implementation) -> None
         else:
             options["instruction_set"] = implementation
             kernel = cpu.attention
-        return np.asarray(kernel(queries, keys, values, *others[:2], ancestors, **options))
+        keys, values = jax.tree.map(lambda part: part[:, None], (keys, values))  # of one layer
+        layer = jnp.int32(0)
+        return np.asarray(kernel(queries, keys, values, *others[:2], ancestors, layer, **options))
 
     plain = attend(dequantize_entries(keys), dequantize_entries(values), others[2])
     for ancestors in (others[2], None):
