@@ -73,8 +73,17 @@ def listen(program: str) -> None:
         signal.set_wakeup_fd(-1)
         for number in obeyed:
             signal.signal(number, before[number])
+        resume()
 
-    os.register_at_fork(after_in_child=forget)
+    def hold() -> None:
+        """A signal to the child waits until the child has forgotten: the pipe is the parent's."""
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, obeyed))
+
+    def resume() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    masks: list[set[int | signal.Signals]] = []
+    os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=forget)
     threading.Thread(target=_wait, args=(heard, program), daemon=True).start()
 
 

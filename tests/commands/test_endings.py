@@ -36,6 +36,7 @@ FORKING = """
 import os, time
 from specjax.files import interruption
 
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # the signal comes before all else
 interruption.listen("program")
 child = os.fork()
 if child:
