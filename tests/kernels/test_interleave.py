@@ -85,7 +85,7 @@ def test_an_odd_number_of_inputs_stays() -> None:
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.covering(1)
 def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
-    """Tests few rows, which are multiplied during decoding, and many."""
+    """Tests few rows, which are multiplied during decoding in one or two portions, and many."""
     for m, n, k in (
         (1, 70, 300),
         (2, 16, 64),
@@ -93,6 +93,8 @@ def test_kernels_give_the_same_bits(name: str, instruction_set: str) -> None:
         (4, 7, 1030),
         (7, 67, 300),
         (8, 40, 130),
+        (12, 33, 300),
+        (19, 70, 1100),
         (33, 70, 768),
     ):
         weight = random_weights(n, k)[name]

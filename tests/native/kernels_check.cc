@@ -142,21 +142,33 @@ struct Matrix {
   std::vector<double> values, least;  // of the scales, of the minima
 };
 
+// Where byte `byte` of row `row` lies in the words of x, which hold integers (Prepared in types.h).
+int64_t place(const Preparation& how, int64_t row, int64_t byte) {
+  if (how.way == Way::kPanels) return row * how.inputs + byte;
+  const int64_t together = how.way == Way::kTiles ? how.rows : how.portion;
+  const int64_t first = row / together * together, word = byte / 4;
+  const int64_t rows = std::min(together, how.rows - first);
+  const int64_t slice = word / how.depth * rows + row - first;
+  return first * how.inputs + 4 * (slice * how.depth + word % how.depth) + byte % 4;
+}
+
 // The result for the first m rows, and the values that those were rounded to.
 struct Result {
   Result(const Kernels& kernels, const Weight& w, Input x, int64_t m, int levels) {
     x.m = m;
     const Preparation how = kernels.preparation(w, x, levels);
-    std::vector<uint32_t> words(m * how.inputs), sums(m * how.inputs);
-    std::vector<float> scales(m * how.inputs), scratch(how.inputs);
+    const int64_t size = how.rows * how.inputs;
+    std::vector<uint32_t> words(size), sums(size);
+    std::vector<float> scales(size), scratch(2 * how.inputs);
     const Prepared prepared{words.data(), scales.data(), sums.data()};
     for (int64_t row = 0; row < m; ++row) {
       kernels.prepare_row(how, x, row, scratch.data(), prepared);
       for (int64_t i = 0; i < x.k; ++i) {
-        const int64_t index = row * how.inputs + i;
-        const auto* q = reinterpret_cast<const int8_t*>(words.data());
         values.push_back(scratch[i]);
-        if (levels != 0) values.back() = double{scales[index / how.group_size]} * q[index];
+        if (levels == 0) continue;
+        const float scale = scales[i / how.group_size * how.rows + row];
+        const auto* q = reinterpret_cast<const int8_t*>(words.data());
+        values.back() = double{scale} * q[place(how, row, i)];
       }
     }
     y.resize(m * w.n);
@@ -172,7 +184,7 @@ struct Result {
 uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input& x, int levels) {
   const auto kind = static_cast<int64_t>(matrix.w.kind);
   const Result all(kernels, matrix.w, x, x.m, levels);
-  for (int64_t m : {1, 2, 3, 4, 5, 8, 17}) {
+  for (int64_t m : {1, 2, 3, 4, 5, 8, 12, 17, 25}) {
     for (const Weight& w : {matrix.w, matrix.other}) {
       const Result some(kernels, w, x, m, levels);
       const size_t bytes = some.y.size() * sizeof(float);
@@ -210,14 +222,14 @@ uint64_t check_products(const Kernels& kernels) {
                              {Kind::kBfloat16, Scale::kFloat32, 0, Points::kNone},
                              {Kind::kFloat32, Scale::kFloat32, 0, Points::kNone}};
   std::vector<uint8_t> wide, narrow;
-  for (int64_t i = 0; i < 17 * Matrix::kInputs; ++i) {
+  for (int64_t i = 0; i < 25 * Matrix::kInputs; ++i) {
     const float value = uniform();
     append(wide, value), append(narrow, static_cast<uint16_t>(bits(value) >> 16));
   }
   uint64_t hash = 0;
   for (const Matrix& matrix : matrices) {
     for (bool bfloat16 : {false, true}) {
-      const Input x{bfloat16 ? narrow.data() : wide.data(), bfloat16, 17, Matrix::kInputs};
+      const Input x{bfloat16 ? narrow.data() : wide.data(), bfloat16, 25, Matrix::kInputs};
       for (int levels : {0, 7, 127}) {
         if (levels != 0 && !matrix.w.quantized()) continue;
         hash = 31 * hash + check_product(kernels, matrix, x, levels);
@@ -307,7 +319,8 @@ void check_attention(const Kernels& kernels, Cached cached, bool windowed, bool 
   a.values = {values.data.data(), values.scales.data(), values.zeros.data()};
   a.lengths = kLengths, a.positions = kPositions;
   a.ancestors = tree ? kAncestors : nullptr, a.depth = tree ? kDepth : 0;
-  a.b = kRows, a.tokens = kTokens, a.heads = kHeads, a.e = kFeatures, a.slots = kSlots;
+  a.b = kRows, a.tokens = kTokens, a.heads = kHeads, a.e = kFeatures, a.layers = 1,
+  a.slots = kSlots;
   a.kv_heads = kKvHeads, a.heads_per_kv = kHeads / kKvHeads, a.windowed = windowed, a.window = 100;
   a.scale = 0.25f;
   const std::vector<float> out = attend(kernels, a);

@@ -21,7 +21,7 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
   const Product p{w, how, x};
   const int64_t column = panel * kColumns;
   constexpr Arithmetic kInteger = Arithmetic::kInteger, kBfloat16 = Arithmetic::kBfloat16;
-  if (how.depth == 0) {
+  if (how.way != Way::kTiles) {
     avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
   } else if (how.arithmetic == kInteger) {
     if (w.kind == Kind::kMxfp4) {
@@ -57,6 +57,7 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
   const bool integers = how.arithmetic == Arithmetic::kInteger;
   const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
   if (few || how.arithmetic == Arithmetic::kFloat32) return how;
+  how.way = Way::kTiles;
   if (!w.has_points()) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;

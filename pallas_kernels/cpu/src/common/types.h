@@ -14,7 +14,8 @@
 //   tile      at most 16 rows of 16 words, as a tile register holds it. An interleaved weight is
 //             stored 16 rows at a time: [N / kTileRows, words of a row, kTileRows]
 //
-//   portion   rows of x that are multiplied at once: kRows by vectors, kTileRows by tiles
+//   portion   rows of x that are multiplied at once: kRows by panels, kFewRows as few rows,
+//             kTileRows by tiles
 //   pass      portions that share one decoding of the weight
 //   panel     kColumns outputs: what a thread multiplies at a time, [kColumns, K]
 //
@@ -76,23 +77,23 @@ struct Weight {
 // What is multiplied: words of four int8, of two bfloat16, or of one float32.
 enum class Arithmetic { kInteger, kBfloat16, kFloat32 };
 
+// Which kernels multiply: those of panels, of a few rows (few_rows.h) or of tiles.
+enum class Way { kPanels, kFewRows, kTiles };
+
 // How x is prepared. Weights whose preparations are equal share one prepared x.
 struct Preparation {
   Arithmetic arithmetic;
+  Way way;
   int64_t inputs;      // padded with zeros
   int64_t group_size;  // for integers: inputs per scale
   int64_t sum_size;    // inputs per sum of x, or 0 for no sums
   int levels;          // for integers: the largest magnitude
   bool swap_pairs;     // for bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
   int64_t rows;        // M; for tiles, rounded up to whole portions
-  int64_t portion;     // for tiles: rows of one portion
-  int64_t depth;       // for tiles: words of a row in one slice, a power of two; otherwise 0
+  int64_t portion;     // rows of one portion; for panels 0
+  int64_t depth;       // words of a row in one slice, a power of two; for panels 0
 
-  bool operator==(const Preparation& other) const {
-    return arithmetic == other.arithmetic && inputs == other.inputs &&
-           group_size == other.group_size && sum_size == other.sum_size && levels == other.levels &&
-           swap_pairs == other.swap_pairs && rows == other.rows && depth == other.depth;
-  }
+  bool operator==(const Preparation& other) const = default;
 };
 
 // x: f32 or bf16[M, K].
@@ -103,10 +104,10 @@ struct Input {
 };
 
 // x as the kernels read it:
-//   words:  [rows, words of a row]; for tiles [words of a row / depth, rows, depth]
-//   scales: f32[rows, inputs / group_size]
-//   sums:   i32 or f32[rows, inputs / sum_size], of the values in `words`
-// For tiles, scales and sums are transposed: [inputs / …, rows].
+//   words:  for panels [rows, words of a row]; for tiles [words of a row / depth, rows, depth]; for
+//           few rows the same for every portion
+//   scales: f32[inputs / group_size, rows]
+//   sums:   i32 or f32[inputs / sum_size, rows], of the values in `words`
 struct Prepared {
   uint32_t* words;
   float* scales;

@@ -72,11 +72,15 @@ inline void prepare_bfloat16(const Preparation& how, const float* values, uint16
   }
 }
 
-// Copies one row of [rows, words] to its place in [words / depth, rows, depth].
-inline void write_tiled(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
-                        uint32_t* out) {
+// Copies one row of [rows, words] to its place among the rows that stand together.
+inline void write_slices(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
+                         uint32_t* out) {
+  const int64_t together = how.way == Way::kTiles ? how.rows : how.portion;
+  const int64_t first = row / together * together;
+  const int64_t rows = how.rows - first < together ? how.rows - first : together;
+  out += first * count + (row - first) * how.depth;
   for (int64_t i = 0; i < count; i += how.depth) {
-    std::memcpy(out + i * how.rows + row * how.depth, words + i, how.depth * sizeof(uint32_t));
+    std::memcpy(out + i * rows, words + i, how.depth * sizeof(uint32_t));
   }
 }
 
@@ -87,29 +91,28 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
   const int64_t count = how.arithmetic == Arithmetic::kInteger    ? how.inputs / 4
                         : how.arithmetic == Arithmetic::kBfloat16 ? how.inputs / 2
                                                                   : how.inputs;
+  const bool panels = how.way == Way::kPanels;
   uint32_t* words =
-      how.depth == 0 ? out.words + row * count : reinterpret_cast<uint32_t*>(values + how.inputs);
+      panels ? out.words + row * count : reinterpret_cast<uint32_t*>(values + how.inputs);
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
-  const int64_t stride = how.depth == 0 ? 1 : how.rows;
-  const int64_t first_sum = how.depth == 0 ? row * sums : row;
   if (how.arithmetic == Arithmetic::kInteger) {
     const int64_t groups = how.inputs / how.group_size;
-    float* scales = out.scales + (how.depth == 0 ? row * groups : row);
     int8_t* q = reinterpret_cast<int8_t*>(words);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t start = g * how.group_size;
-      scales[g * stride] = quantize(values + start, how.group_size, how.levels, q + start);
+      out.scales[g * how.rows + row] =
+          quantize(values + start, how.group_size, how.levels, q + start);
     }
-    sum_segments(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + first_sum, stride);
+    sum_segments(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + row, how.rows);
   } else {
-    sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + first_sum, stride);
+    sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + row, how.rows);
     if (how.arithmetic == Arithmetic::kBfloat16) {
       prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(words));
     } else {
       std::memcpy(words, values, how.inputs * sizeof(float));
     }
   }
-  if (how.depth != 0) write_tiled(how, words, count, row, out.words);
+  if (!panels) write_slices(how, words, count, row, out.words);
 }
 
 }  // namespace specjax::SPECJAX_ISA

@@ -1,111 +1,153 @@
 // Products of a few rows of x with an interleaved weight. Storing a decoded panel would cost more
 // than the products, so every word is multiplied as it is decoded. The sums and their order are
 // those of panels.
+//
+// The rows of a portion stand together in x (types.h), so that one register and constants reach all
+// of their words.
 #pragma once
 
 #include "matmul/product.h"
 
 namespace specjax::SPECJAX_ISA {
 
-// Concurrent sums: as many as fit in registers beside the operands.
-#if defined(__AVX512BW__) || defined(__aarch64__)
-inline constexpr int kFewSums = 16;
+// Concurrent sums, as many as fit in registers beside the operands; rows of a portion; and up to
+// how many portions of floats this is faster than panels. Of bytes it is one.
+#if defined(__AVX512BW__)
+inline constexpr int kFewSums = 24, kFewRows = 12, kFewPortions = 2;
+#elif defined(__aarch64__)
+inline constexpr int kFewSums = 16, kFewRows = 8, kFewPortions = 1;
 #else
-inline constexpr int kFewSums = 8;
+inline constexpr int kFewSums = 8, kFewRows = 4, kFewPortions = 2;
 #endif
 
-// How many rows are few. A product of bytes that takes several instructions needs registers too.
+// A slice is as long as the smallest group: no segment ends inside it.
+inline constexpr int kSliceInputs = kSmallestGroup;
 template <Arithmetic A>
-constexpr int few_rows(Kind kind) {
-  const bool crowded = A == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;
-  return kFewSums / (crowded ? 4 : 2);
+inline constexpr int kSliceWords = kSliceInputs / kPerWord<A>;
+
+// A product of bytes that takes several instructions needs registers too.
+constexpr int few_rows(Arithmetic arithmetic, Kind kind) {
+  const bool crowded = arithmetic == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;
+  return crowded ? kFewRows / 2 : kFewRows;
 }
 
-// Whether m rows of x are multiplied this way.
-template <Arithmetic A>
-inline bool are_few(const Weight& w, int64_t m) {
-  return w.interleaved && m <= few_rows<A>(w.kind);
+constexpr int few_portions(Arithmetic arithmetic) {
+  return arithmetic == Arithmetic::kInteger ? 1 : kFewPortions;
+}
+
+// Vectors of outputs that are multiplied side by side. They share every word of x, but they are
+// two streams of memory, which is read fastest from end to end. Sums of floats also need two: a
+// product waits for the previous one of its sum.
+template <Arithmetic A, Kind kind>
+constexpr int vectors_beside(int rows) {
+  const bool two_runs = kind <= Kind::kMxfp4 && A == Arithmetic::kBfloat16;
+  return A == Arithmetic::kInteger || (two_runs && rows == 1) ? 1 : 2;
 }
 
 // Prefetch distance in bytes. The hardware's own prefetching stops at the end of every page.
 inline constexpr int64_t kAhead = 1 << 14;
 
-// The kLanes outputs from `column` on, for R rows of x.
-template <Arithmetic A, Kind kind, int R>
+// Chunks of a weight that all portions multiply before the next ones are read.
+inline constexpr int64_t kFewChunks = 4;
+
+// V vectors of outputs from `column` on, for the R rows of the portion that begins at row `row`.
+template <Arithmetic A, Kind kind, int R, int V>
 class FewRows {
  public:
-  FewRows(const Product& p, int64_t column)
-      : p_(p),
-        groups_(p.w, column),
-        lane_(column % kTileRows * kWordBytes),
-        tile_(p.w.data + (column & -kTileRows) * p.w.row_bytes) {}
+  FewRows(const Product& p, int64_t column, int64_t row)
+      : p_(p), groups_(p.w, column), row_(row), x_(p.words<A>(row, 0)) {
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+      // Where there are no more outputs, the first ones stand in.
+      const int64_t n = column + v * kLanes < p.w.n ? column + v * kLanes : column;
+      lane_[v] = n % kTileRows * kWordBytes;
+      tile_[v] = p.w.data + (n & -kTileRows) * p.w.row_bytes;
+    }
+  }
 
-  SPECJAX_INLINE void multiply(Float* y) {
+  // Adds chunks first … last - 1.
+  SPECJAX_INLINE void add(int64_t first, int64_t last, Float (*y)[V]) {
     const int64_t tile_bytes = p_.w.row_bytes * kTileRows;
-    for (int64_t chunk = 0; chunk < p_.how.inputs / (2 * kRun<A>); ++chunk) {
-      const uint8_t* from = tile_ + chunk * kChunkBytes;
-      const int64_t left = tile_bytes - chunk * kChunkBytes;
-      groups_.ask<A>(1, chunk + 1);
-      if (kind <= Kind::kInt8 || left >= kChunkBytes) {  // quantized weights have whole chunks
-        add_chunk(chunk, from, y);
-      } else {
-        alignas(64) uint8_t edge[kChunkBytes] = {};
-        std::memcpy(edge, from, left);
-        add_chunk(chunk, edge, y);
+    for (int64_t chunk = first; chunk < last; ++chunk) {
+      const int64_t offset = chunk * kChunkBytes, left = tile_bytes - offset;
+      groups_.ask<A>(V, chunk + 1);
+      // The next outputs lie behind those of the last vector.
+      ahead_ = kAhead + (left <= kAhead ? (kTiles - 1) * tile_bytes : 0);
+      const uint8_t* from[V];
+      alignas(64) uint8_t edge[V][kWholeChunks ? 1 : kChunkBytes];
+      SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+        from[v] = tile_[v] + offset;
+        if (!kWholeChunks && left < kChunkBytes) {
+          std::memset(edge[v], 0, sizeof edge[v]);
+          std::memcpy(edge[v], from[v], left);
+          from[v] = edge[v];
+        }
+        from[v] += lane_[v];
       }
+      add_chunk(chunk, from, y);
     }
   }
 
  private:
   using Vector = typename Sums<A>::Vector;
-  static constexpr int64_t kWordBytes = 4;
-  static constexpr int kChains = Sums<A>::kChains;
+  using Decode = Decoder<A, kind>;
+  static constexpr int64_t kWordBytes = 4, kLineBytes = kTileRows * kWordBytes;
   static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTileRows;
+  static constexpr bool kWholeChunks = kind <= Kind::kInt8;
+  static constexpr int64_t kTiles = (V * kLanes + kTileRows - 1) / kTileRows;
   // Runs that lie in the same words are summed together, if there are registers for both.
-  static constexpr bool kSameWords = kind <= Kind::kMxfp4;
-  static constexpr int kRuns = kSameWords && 2 * R * kChains <= kFewSums ? 2 : 1;
-  static constexpr int kSlices = kRun<A> / kSmallestGroup;
+  static constexpr bool kSameWords = Decode::kRuns == 2;
+  static constexpr int kRuns = kSameWords && 2 * R * V <= kFewSums ? 2 : 1;
   static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
-  static constexpr int kSliceWords = kRunBytes / kSlices / (kTileRows * kWordBytes);
+  static constexpr int kSlices = kRun<A> / kSliceInputs, kDepth = kSliceWords<A>;
+  static constexpr int kSliceLines = kRunBytes / kSlices / kLineBytes;
 
   // The order in which segments end does not depend on the number of rows. Those of runs that share
   // words alternate.
-  SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* from, Float* y) {
+  SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* const* from, Float (*y)[V]) {
+    const int64_t start = run_start<A>(p_.w, chunk, 0);
     if constexpr (kRuns == 2) {
-      add_runs<0>(chunk, from, 0, kSlices, y);
-    } else {
-      const int64_t length = kSameWords ? p_.segment<A>() / kSmallestGroup : kSlices;
+      add_runs<0>(start, from, 0, 0, kSlices, y);
+    } else if constexpr (kSameWords) {
+      const int64_t length = p_.segment<A>() / kSliceInputs;
       for (int64_t slice = 0; slice < kSlices; slice += length) {
-        add_runs<0>(chunk, from, slice, slice + length, y);
-        add_runs<1>(chunk, kSameWords ? from : from + kRunBytes, slice, slice + length, y);
+        add_runs<0>(start, from, 0, slice, slice + length, y);
+        add_runs<1>(start + kPlane, from, 0, slice, slice + length, y);
+      }
+    } else {
+      for (int run = 0; run < 2; ++run) {
+        add_runs<0>(start + run * kRun<A>, from, run * kRunBytes, 0, kSlices, y);
       }
     }
   }
 
-  // Adds slices begin … last - 1 of runs first … first + kRuns - 1. A slice is as long as the
-  // smallest group, so no segment ends inside it, and the places of its words are constants.
+  // Adds slices begin … last - 1 of runs first … first + kRuns - 1: the first of them begins at
+  // input `start` and at byte `offset` of the chunk. The places of a slice's words are constants.
   template <int first>
-  SPECJAX_INLINE void add_runs(int64_t chunk, const uint8_t* from, int64_t begin, int64_t last,
-                               Float* y) {
-    constexpr int kSliceInputs = kSmallestGroup, kRunStride = kPlane / kPerWord<A>;
-    const int64_t segment = p_.segment<A>(), start = run_start<A>(p_.w, chunk, first);
-    const uint32_t* x[R];
-    SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] = p_.words<A>(r, start + begin * kSliceInputs);
-    Vector sums[kRuns][R][kChains] = {};
-    const auto add = [&](int run, int word, Word value) SPECJAX_LAMBDA {
-      if (run < first || run >= first + kRuns) return;  // the words hold both runs
-      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-        Vector& sum = sums[run - first][r][word & (kChains - 1)];
-        sum = Sums<A>::add(sum, value, splat(x[r][(run - first) * kRunStride + word]));
+  SPECJAX_INLINE void add_runs(int64_t start, const uint8_t* const* chunk, int64_t offset,
+                               int64_t begin, int64_t last, Float (*y)[V]) {
+    constexpr int kRunStride = kPlane / kPerWord<A> * R;
+    const int64_t segment = p_.segment<A>();
+    const uint32_t* x = x_ + (start / kPerWord<A> + begin * kDepth) * R;
+    const uint8_t* from[V];
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+      from[v] = chunk[v] + offset + begin * kSliceLines * kLineBytes;
+    }
+    Vector sums[kRuns][R][V] = {};
+    for (int64_t slice = begin; slice < last; ++slice, x += kDepth * R) {
+      SPECJAX_UNROLL for (int line = 0; line < kSliceLines; ++line) {
+        Word stored[V];
+        SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+          stored[v] = load<Word>(from[v]);
+          if ((first == 0 || !kSameWords) && row_ == 0) __builtin_prefetch(from[v] + ahead_);
+          from[v] += kLineBytes;
+        }
+        SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
+          SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+            const uint32_t* words = x + run * kRunStride + line * Decode::kWords + i;
+            add_word<first>(run, i, stored, words, sums[run]);
+          }
+        }
       }
-    };
-    from += begin * kSliceWords * kTileRows * kWordBytes;
-    for (int64_t slice = begin; slice < last; ++slice) {
-      SPECJAX_UNROLL for (int i = 0; i < kSliceWords; ++i, from += kTileRows * kWordBytes) {
-        if (first == 0 || !kSameWords) __builtin_prefetch(from + kAhead);
-        decoder_.decode(first, i, load<Word>(from + lane_), add);
-      }
-      SPECJAX_UNROLL for (int r = 0; r < R; ++r) x[r] += kSliceInputs / kPerWord<A>;
       const int64_t end = (slice + 1) * kSliceInputs;
       if ((end & (segment - 1)) != 0) continue;
       SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
@@ -114,36 +156,74 @@ class FewRows {
     }
   }
 
-  SPECJAX_INLINE void end_segment(int64_t start, Vector (*sums)[kChains], Float* y) {
-    const Place place = Place::of<A>(p_, start);
-    const Group group = groups_.read(0, place.group);
+  // Multiplies word `i` of run first + run of `stored` by the words of x at `words`.
+  template <int first>
+  SPECJAX_INLINE void add_word(int run, int i, const Word* stored, const uint32_t* words,
+                               Vector (*sums)[V]) {
+    Word weights[V];
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+      weights[v] = decoder_.word(first + run, i, stored[v]);
+    }
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      Vector total{};
-      SPECJAX_UNROLL for (int chain = 0; chain < kChains; ++chain) {
-        total += sums[r][chain];
-        sums[r][chain] = Vector{};
+      const Word value = splat(words[r * kDepth]);
+      SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+        sums[r][v] = Sums<A>::add(sums[r][v], weights[v], value);
       }
-      add_scaled<A>(p_, group, place, r, total, y[r]);
+    }
+  }
+
+  SPECJAX_INLINE void end_segment(int64_t start, Vector (*sums)[V], Float (*y)[V]) {
+    const Place place = Place::of<A>(p_, start);
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+      const Group group = groups_.read(v, place.group);
+      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+        add_scaled<A>(p_, group, place, row_ + r, sums[r][v], y[r][v]);
+        sums[r][v] = Vector{};
+      }
     }
   }
 
   const Product& p_;
   Groups groups_;
-  const int64_t lane_;  // bytes between a word of the tile's first row and that of the first output
-  const uint8_t* tile_;
-  Decoder<A, kind> decoder_;
+  const int64_t row_;
+  const uint32_t* const x_;
+  int64_t lane_[V];  // bytes between a word of the tile's first row and that of the first output
+  const uint8_t* tile_[V];
+  int64_t ahead_;
+  Decode decoder_;
 };
 
+// Adds chunks first … last - 1 for the portion of `rows` rows from `row` on.
+template <Arithmetic A, Kind kind, int R, int V>
+inline void add_portion(const Product& p, int64_t column, int64_t row, int64_t rows, int64_t first,
+                        int64_t last, Float (*y)[V]) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_portion<A, kind, R - 1, V>(p, column, row, rows, first, last, y);
+  }
+  FewRows<A, kind, R, V>(p, column, row).add(first, last, y);
+}
+
+// R: the most rows of a portion.
 template <Arithmetic A, Kind kind, int R>
 inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) {
-  if constexpr (R > 1) {
-    if (m < R) return multiply_few<A, kind, R - 1>(p, column, m, y);
-  }
-  for (int64_t n = column; n < column + kColumns && n < p.w.n; n += kLanes) {
-    Float sums[R] = {};
-    FewRows<A, kind, R>(p, n).multiply(sums);
-    const int64_t outputs = p.w.n - n < kLanes ? p.w.n - n : kLanes;
-    for (int r = 0; r < R; ++r) store_some(y + r * p.w.n + n, sums[r], outputs);
+  constexpr int V = vectors_beside<A, kind>(R);
+  const int64_t chunks = p.how.inputs / (2 * kRun<A>), portion = p.how.portion;
+  const int64_t block = m > portion ? kFewChunks : chunks;
+  for (int64_t n = column; n < column + kColumns && n < p.w.n; n += V * kLanes) {
+    Float sums[few_portions(A) * R][V] = {};
+    for (int64_t chunk = 0; chunk < chunks; chunk += block) {
+      const int64_t last = chunk + block < chunks ? chunk + block : chunks;
+      for (int64_t row = 0; row < m; row += portion) {
+        const int64_t rows = m - row < portion ? m - row : portion;
+        add_portion<A, kind, R, V>(p, n, row, rows, chunk, last, sums + row);
+      }
+    }
+    for (int v = 0; v < V; ++v) {
+      const int64_t first = n + v * kLanes, left = p.w.n - first;
+      const int64_t outputs = left < kLanes ? left : kLanes;
+      for (int64_t r = 0; r < m && left > 0; ++r)
+        store_some(y + r * p.w.n + first, sums[r][v], outputs);
+    }
   }
 }
 

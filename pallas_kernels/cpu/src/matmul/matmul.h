@@ -19,33 +19,22 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
                         const Word* panel, int64_t start, int64_t row, Prefetch& ahead, Float* y) {
   const int64_t stride = p.how.inputs / kPerWord<A>;
   const uint32_t* words = p.words<A>(row, start);
-  using Vector = typename Sums<A>::Vector;
-  constexpr int kChains = Sums<A>::kChains, kStride = kWordsPerAsk * kChains;
-  static_assert(kSmallestGroup / kPerWord<A> % kStride == 0);
-  Vector totals[R][kVectors];
-  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] = Vector{};
-  }
-  for (int chain = 0; chain < kChains; ++chain) {
-    Vector sums[R][kVectors] = {};
-    for (int64_t i = chain; i < p.segment<A>() / kPerWord<A>; i += kChains) {
-      if (i % kStride == chain) ahead.ask();
-      Word weights[kVectors];
-      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
-      SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-        const Word values = splat(words[r * stride + i]);
-        SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
-          sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
-        }
-      }
-    }
+  static_assert(kSliceWords<A> % kWordsPerAsk == 0);
+  typename Sums<A>::Vector sums[R][kVectors] = {};
+  for (int64_t i = 0; i < p.segment<A>() / kPerWord<A>; ++i) {
+    if (i % kWordsPerAsk == 0) ahead.ask();
+    Word weights[kVectors];
+    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] += sums[r][v];
+      const Word values = splat(words[r * stride + i]);
+      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
+        sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
+      }
     }
   }
   SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
     SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
-      add_scaled<A>(p, groups[v], place, row + r, totals[r][v], y[r * kVectors + v]);
+      add_scaled<A>(p, groups[v], place, row + r, sums[r][v], y[r * kVectors + v]);
     }
   }
 }
@@ -108,7 +97,10 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
-  if (are_few<A>(p.w, m)) return multiply_few<A, kind, few_rows<A>(kind)>(p, column, m, y);
+  if (p.how.way == Way::kFewRows) {
+    if (m == 1) return multiply_few<A, kind, 1>(p, column, m, y);
+    return multiply_few<A, kind, few_rows(A, kind)>(p, column, m, y);
+  }
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;
@@ -156,6 +148,13 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   how.inputs = (w.inputs + 2 * run - 1) / (2 * run) * (2 * run);
   if (levels != 0) how.group_size = w.group_size;
   if (levels != 0 || w.has_points()) how.sum_size = w.group_size < run ? w.group_size : run;
+  const int64_t few = few_rows(how.arithmetic, w.kind), portions = (x.m + few - 1) / few;
+  if (!w.interleaved || portions > few_portions(how.arithmetic) || portions == 0) return how;
+  how.way = Way::kFewRows;
+  how.portion = (x.m + portions - 1) / portions;
+  how.depth = how.arithmetic == Arithmetic::kInteger    ? kSliceWords<Arithmetic::kInteger>
+              : how.arithmetic == Arithmetic::kBfloat16 ? kSliceWords<Arithmetic::kBfloat16>
+                                                        : kSliceWords<Arithmetic::kFloat32>;
   return how;
 }
 

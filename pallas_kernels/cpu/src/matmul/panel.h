@@ -126,67 +126,50 @@ SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
 }
 #endif
 
-// Decodes stored words: calls put(run, word of the run, value).
+// Decodes stored words. One holds kWords words of a run or, of 4-bit codes, of both runs.
 template <Arithmetic A, Kind kind>
 struct Decoder {
+  static constexpr bool kNibbles = kind <= Kind::kMxfp4;
+  static constexpr int kRuns = kNibbles ? 2 : 1;
+  static constexpr int kWords = (kind <= Kind::kInt8       ? 4
+                                 : kind == Kind::kBfloat16 ? 2
+                                                           : 1) /
+                                kPerWord<A>;
+
 #if defined(__AVX512BW__)
   Word table = value_table<A, kind>();
 #endif
 
-  // Decodes stored word number `index` of run `run` or, of 4-bit codes, of both runs.
-  template <typename Put>
-  SPECJAX_INLINE void decode(int run, int index, Word word, const Put& put) const {
-    if constexpr (kind <= Kind::kMxfp4) {
-      decode_nibbles(index, word, put);
-    } else if constexpr (kind == Kind::kInt8) {
-      put_bytes(run, index, word ^ 0x80808080u, put);
-    } else if constexpr (kind == Kind::kBfloat16 && A == Arithmetic::kFloat32) {
-      put(run, 2 * index, word << 16);
-      put(run, 2 * index + 1, word & 0xFFFF0000u);
-    } else {
-      put(run, index, word);
+  // Word `i` of run `run` of those that `stored` holds.
+  SPECJAX_INLINE Word word(int run, int i, Word stored) const {
+    if constexpr (kNibbles) return nibbles(run, i, stored);
+    if constexpr (kind == Kind::kInt8) return bytes(i, stored ^ 0x80808080u);
+    if constexpr (kind == Kind::kBfloat16 && A == Arithmetic::kFloat32) {
+      return i == 0 ? stored << 16 : stored & 0xFFFF0000u;
     }
+    return stored;
   }
 
-  template <typename Put>
-  SPECJAX_INLINE void decode_nibbles(int quad, Word codes, const Put& put) const {
+ private:
+  SPECJAX_INLINE Word nibbles(int run, int i, Word codes) const {
 #if defined(__AVX512BW__)
     if constexpr (A != Arithmetic::kInteger) {
-      constexpr int kWords = 4 / kPerWord<A>;
-      SPECJAX_UNROLL for (int i = 0; i < kWords; ++i) {
-        put(0, kWords * quad + i, look_up_values<A>(codes >> (8 * i), table));
-        put(1, kWords * quad + i, look_up_values<A>(codes >> (8 * i + 4), table));
-      }
-      return;
+      return look_up_values<A>(codes >> (8 * i + 4 * run), table);
     }
 #endif
     if constexpr (A == Arithmetic::kFloat32 && kind == Kind::kInt4) {  // a shift extends the sign
-      SPECJAX_UNROLL for (int i = 0; i < 4; ++i) {
-        put(0, 4 * quad + i, (Word)to_float((Int)(codes << (28 - 8 * i)) >> 28));
-        put(1, 4 * quad + i, (Word)to_float((Int)(codes << (24 - 8 * i)) >> 28));
-      }
-      return;
+      return (Word)to_float((Int)(codes << (28 - 8 * i - 4 * run)) >> 28);
     }
     if constexpr (kind == Kind::kInt4) codes ^= 0x88888888u;
-    Word low = codes & 0x0F0F0F0Fu, high = codes >> 4 & 0x0F0F0F0Fu;
-    if constexpr (kind == Kind::kMxfp4) {
-      low = lookup(low, kMxfp4Bytes), high = lookup(high, kMxfp4Bytes);
-    }
-    put_bytes(0, quad, low, put);
-    put_bytes(1, quad, high, put);
+    codes = codes >> (4 * run) & 0x0F0F0F0Fu;
+    return bytes(i, kind == Kind::kMxfp4 ? lookup(codes, kMxfp4Bytes) : codes);
   }
 
-  // Puts the unsigned bytes of the four inputs from 4 · `quad` on.
-  template <typename Put>
-  SPECJAX_INLINE void put_bytes(int run, int quad, Word bytes, const Put& put) const {
-    if constexpr (A == Arithmetic::kInteger) {
-      put(run, quad, bytes);
-    } else {
-      SPECJAX_UNROLL for (int i = 0; i < 4; ++i) {
-        const Float value = to_float((Int)(bytes >> (8 * i) & 0xFFu));
-        put(run, 4 * quad + i, (Word)(value - splat(static_cast<float>(offset(kind)))));
-      }
-    }
+  // Word `i` of four unsigned bytes.
+  SPECJAX_INLINE Word bytes(int i, Word four) const {
+    if constexpr (A == Arithmetic::kInteger) return four;
+    const Float value = to_float((Int)(four >> (8 * i) & 0xFFu));
+    return (Word)(value - splat(static_cast<float>(offset(kind))));
   }
 };
 
@@ -202,7 +185,12 @@ SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, con
       Word words[kLanes];
       read_square(w, row, (chunk * kRunsApart + run) * kBytesApart + square * kBytes, words);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
-        decoder.decode(run, square * kLanes + i, words[i], put);
+        const int first = (square * kLanes + i) * Decoder<A, kind>::kWords;
+        SPECJAX_UNROLL for (int word = 0; word < Decoder<A, kind>::kWords; ++word) {
+          SPECJAX_UNROLL for (int half = 0; half < Decoder<A, kind>::kRuns; ++half) {
+            put(run + half, first + word, decoder.word(run + half, word, words[i]));
+          }
+        }
       }
     }
   }

@@ -7,26 +7,22 @@ namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kSmallestGroup = 32;
 
-// The sum over a segment. It is divided into kChains chains of every kChains-th word, because a
-// float product waits for the previous one of its chain. At the end, the chains are added in order.
+// The sum over a segment, word after word.
 template <Arithmetic A>
 struct Sums;
 template <>
 struct Sums<Arithmetic::kInteger> {
   using Vector = Int;
-  static constexpr int kChains = 1;
   static Int add(Int sum, Word w, Word x) { return dot4(sum, w, x); }
 };
 template <>
 struct Sums<Arithmetic::kBfloat16> {
   using Vector = Float;
-  static constexpr int kChains = 2;
   static Float add(Float sum, Word w, Word x) { return dot2(sum, w, x); }
 };
 template <>
 struct Sums<Arithmetic::kFloat32> {
   using Vector = Float;
-  static constexpr int kChains = 2;
   static Float add(Float sum, Word w, Word x) { return fma((Float)w, (Float)x, sum); }
 };
 
@@ -42,7 +38,7 @@ struct Product {
     return w.quantized() && w.group_size < kRun<A> ? w.group_size : kRun<A>;
   }
 
-  // The words of row `row` from input `start` on.
+  // The words of row `row` from input `start` on; of few rows, those of the portion's first row.
   template <Arithmetic A>
   const uint32_t* words(int64_t row, int64_t start) const {
     return x.words + (row * how.inputs + start) / kPerWord<A>;
@@ -55,10 +51,10 @@ struct Place {
   static Place of(const Product& p, int64_t start) {
     const int segment_bits = __builtin_ctzll(p.segment<A>());  // sizes are powers of two
     const int64_t group = p.w.groups > 1 ? start >> __builtin_ctzll(p.w.group_size) : 0;
-    return {group, start >> segment_bits, p.w.groups, p.how.inputs >> segment_bits};
+    return {group, start >> segment_bits};
   }
 
-  int64_t group, segment, groups, segments;  // the last two: per row
+  int64_t group, segment;
 };
 
 // The values of the integer zero where there are minima, which are those of the smallest integer.
@@ -79,10 +75,10 @@ SPECJAX_INLINE Float add_from_smallest(const Group& group, Float sums, int32_t x
 template <Arithmetic A>
 SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
                                int64_t row, typename Sums<A>::Vector sum, Float& y) {
-  const int64_t index = row * place.segments + place.segment;
+  const int64_t index = place.segment * p.how.rows + row;
   if constexpr (A == Arithmetic::kInteger) {
     const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[index];
-    const float x_scale = p.x.scales[row * place.groups + place.group];
+    const float x_scale = p.x.scales[place.group * p.how.rows + row];
     if (p.w.minima == nullptr) {
       y = fma(to_float(sum - group.zeros * x_sum), group.scale * x_scale, y);
     } else {

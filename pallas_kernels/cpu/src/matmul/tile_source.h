@@ -149,12 +149,15 @@ class TileSource {
     if constexpr (kRuns == 1) {
       to[i] = codes;
     } else if constexpr (A == Arithmetic::kBfloat16) {
-      decoder.decode_nibbles(i, codes, [&](int run, int word, Word value) SPECJAX_LAMBDA {
+      constexpr int kWords = Decoder<A, kind>::kWords;
+      SPECJAX_UNROLL for (int word = 0; word < kWords * kRuns; ++word) {
+        const int run = word % kRuns;
+        Word value = decoder.word(run, word / kRuns, codes);
         if constexpr (kScaled) {
           value = (Word)_mm512_subs_epu16((__m512i)value, (__m512i)less_[run]);
         }
-        to[run * kRunWords + word] = value;
-      });
+        to[run * kRunWords + kWords * i + word / kRuns] = value;
+      }
     } else if constexpr (kind == Kind::kInt4) {
       to[i] = codes << 4 & 0xF0F0F0F0u;
       to[kRunWords + i] = codes & 0xF0F0F0F0u;
