@@ -6,6 +6,9 @@ Perplexity is measured on WikiText-2's validation text at each activation precis
 measured with greedy drafts of three tokens on real prompts. Every output of QSpec is compared with
 plain decoding's, at every requested cache precision.
 
+`--like-the-text` calibrates on the end of the same text, which is not measured either: it shows how
+much a method depends on the kind of text that it is calibrated on.
+
 For a model without a tokenizer, `--own-text` samples all three texts from the 16-bit model. On
 average no other model has a lower perplexity on such text.
 
@@ -90,6 +93,7 @@ def _options() -> Any:
     add("--model", default="tiny-16bit", help="a model in 16 bits, or smollm2")
     add("--label", help="the model's name in the result")
     add("--own-text", action="store_true", help="text sampled from the model itself")
+    add("--like-the-text", action="store_true", help="calibrate on the end of the measured text")
     add("--only", nargs="+", choices=[name for name, *_ in SCHEMES], help="some schemes")
     add("--tokens", type=int, default=16384, help="tokens of the text for the perplexity")
     add("--window", type=int, default=512)
@@ -110,6 +114,8 @@ def _texts(model: specjax.Params, options: Any) -> tuple[list[int], np.ndarray, 
         for kind in KINDS
         for each in text_prompts(options.data, kind, options.prompts)
     ]
+    if options.like_the_text:
+        return text, np.array(text[-16 * 512 :], np.int32).reshape(16, 512), prompts
     return text, _calibration(options, tokenizer), prompts
 
 

@@ -25,4 +25,5 @@ def keep_compiled_programs() -> None:
     except (OSError, RuntimeError):  # RuntimeError: no home directory
         return
     settings.update("jax_compilation_cache_dir", str(place))
-    settings.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # A decode is a dozen programs, most of which compile within a tenth of a second.
+    settings.update("jax_persistent_cache_min_compile_time_secs", 0.02)
