@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from pallas_kernels.matmul import reads_all_alike
 from pallas_kernels.stacks import Stacked
 
 Carry = TypeVar("Carry")
+_LINE = 64  # bytes of a cache line
 
 
 @jax.tree_util.register_dataclass
@@ -131,8 +133,16 @@ def _stack(arrays: list[jax.Array]) -> jax.Array:
     """Stacks arrays in the order of the list, which is emptied."""
     if isinstance(arrays[0], jax.core.Tracer):
         return jnp.stack(arrays)
-    whole = np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    whole = _empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
     for index in reversed(range(len(arrays))):
         whole[index] = np.asarray(arrays.pop())
     stacked: jax.Array = jax.device_put(whole)
     return stacked
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an array that JAX takes over without a copy, because it begins at a whole line."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -14,7 +14,7 @@ from pallas_kernels import cpu
 from pallas_kernels.matmul import matmul
 from pallas_kernels.stacks import Stacked
 from specjax.model.kv_cache import KVCache
-from specjax.model.layers import LayerStack
+from specjax.model.layers import LayerStack, _empty
 from specjax.model.params import Params, unstack_layers
 from specjax.model.transformer import forward
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts
@@ -110,3 +110,8 @@ def test_products_with_a_matrix_of_a_stack(implementation) -> None:
         got = matmul(x, weights, implementation=implementation)
         expected = matmul(x, apart[: len(weights)], implementation=implementation)
         jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_jax_takes_a_stack_over_without_a_copy() -> None:
+    whole = _empty((5, 3, 7), np.dtype(jnp.bfloat16))
+    assert jax.device_put(whole).unsafe_buffer_pointer() == whole.ctypes.data
