@@ -224,8 +224,9 @@ ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
 // window: negative for none.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
                      ffi::AnyBuffer values, ffi::AnyBuffer lengths, ffi::AnyBuffer positions,
-                     ffi::AnyBuffer layer, ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> result, int64_t window,
-                     float scale, std::string_view instruction_set) {
+                     ffi::AnyBuffer layer, ffi::RemainingArgs others,
+                     ffi::Result<ffi::AnyBuffer> result, int64_t window, float scale,
+                     std::string_view instruction_set) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
     return invalid("this machine cannot run " + std::string(instruction_set));

@@ -145,8 +145,10 @@ struct Attention {
   float scale;  // of scores, which are exponents of 2
   float* out;   // [b, tokens, heads, e]
 
-  // The number of a batch row's first slot among all slots of the cache.
-  int64_t first_slot(int64_t batch_row) const { return (batch_row * layers + layer) * slots; }
+  // The number of a batch row's first slot among all slots of the cache. Always inlined, as above.
+  __attribute__((always_inline)) int64_t first_slot(int64_t batch_row) const {
+    return (batch_row * layers + layer) * slots;
+  }
 };
 
 // The queries of `tokens` tokens from `token` on, of all heads that share the key-value head

@@ -119,8 +119,7 @@ ffi::Error read_weight(const Description& d, const std::vector<Array>& arrays, i
   const int64_t words = (columns + per_word - 1) / per_word;
   const Shape wanted =
       w.interleaved ? Shape{tiles(w.n), words, kTileRows * per_word} : Shape{w.n, columns};
-  if (data.type != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 ||
-      columns < 1) {
+  if (data.type != types[static_cast<int>(d.kind)] || dims != wanted || w.n < 1 || columns < 1) {
     return invalid("a weight for " + std::to_string(k) + " inputs does not fit: got " + text(dims));
   }
   w.row_bytes = w.interleaved ? 4 * words : size * columns;
