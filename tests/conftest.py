@@ -1,4 +1,4 @@
-"""What several test files share: where real data lies, and small random models."""
+"""Fixtures of several test files: the place of real data, and small random models."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_json_that_is_too_long(tmp_path: Path) -> None:
         read_object(file)
 
 
-# What config.json of the library's own checkpoints says agrees with the arrays.
+# The config.json of the library's own checkpoints agrees with the arrays.
 def test_contradictions_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     checkpoint.save(quantized_model(group_size=64), out)

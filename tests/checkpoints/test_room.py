@@ -1,4 +1,4 @@
-"""What memory cannot hold is refused before anything is read, in one sentence that says what fits.
+"""A model too large for memory is refused before it is read, in a sentence that says what fits.
 
 The same for a full disk: what a quantization leaves there would keep it full.
 """

@@ -1,4 +1,4 @@
-"""However a command ends, it ends at once, with the right status and at most one line about it."""
+"""A command ends at once, with the right status and at most one line about it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a command cannot read or write is refused before its work begins, in words, never as a
-traceback."""
+"""A command refuses an input or output it cannot use before its work begins, in one sentence."""
 
 from __future__ import annotations
 

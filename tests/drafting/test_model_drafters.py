@@ -83,7 +83,7 @@ def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -
     "name", representatives(["a cast", "two levels", "three levels"], "two levels")
 )
 def test_a_drafts_own_cache_is_what_its_model_writes(name: str) -> None:
-    """However often drafts were rejected: entries of committed tokens are the drafting model's."""
+    """Entries of committed tokens are the drafting model's, however many drafts were rejected."""
     drafter = DRAFTERS[name]
     state = start(TARGET, PROMPTS, drafter=drafter, max_new_tokens=NEW)
     for _ in range(5):

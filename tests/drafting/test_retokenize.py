@@ -40,7 +40,7 @@ def test_a_token_is_the_bytes_that_it_adds_to_a_text() -> None:
 @SOME
 @given(st.lists(st.sampled_from([*SENTENCES, "\n", " ", "it", " é😀", "  the old\n\n"])))
 def test_a_text_becomes_the_other_tokenizers_own_tokens(source, texts) -> None:
-    """Of whatever length: it is read in passages of some 64 tokens."""
+    """A text may have any length: it is read in passages of some 64 tokens."""
     text = "".join(texts)
     result = PERMUTED if source is OTHER else OTHER
     assert retokenizer(source, result)(array(source.encode(text))) == result.encode(text)

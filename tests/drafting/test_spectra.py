@@ -49,7 +49,7 @@ def _model(drafter: Lookahead | Spectra, window: list[int]) -> Window:
 
 
 def _verified(logits: jax.Array, count: jax.Array) -> Verified:
-    """Of what a pass found the part that these drafters look at."""
+    """Selects the part of a pass's result that these drafters read."""
     rest = {field.name: None for field in dataclasses.fields(Verified)}
     choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return Verified(**rest | {"logits": logits, "choices": choices, "count": count})

@@ -95,7 +95,7 @@ def test_a_row_does_not_depend_on_its_neighbours(plain: specjax.DecodeResult) ->
 
 
 def test_the_drafts_cache_is_what_its_model_writes() -> None:
-    """However often the text changed: entries of tokens read are the drafting model's."""
+    """Entries of read tokens are the drafting model's, however often the text changed."""
     drafter = DRAFTERS["a stranger"]
     state = start(TARGET, PROMPTS, drafter=drafter, max_new_tokens=NEW)
     for _ in range(5):
@@ -165,7 +165,7 @@ def test_a_draft_that_knows_the_text_is_accepted(draft_tokenizer: Tokenizer) -> 
 
 
 def _cuts(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Where in a text its tokens end."""
+    """Returns the places in a text at which its tokens end."""
     return np.cumsum([len(spelled(tokenizer, [index])) for index in ids]).tolist()
 
 

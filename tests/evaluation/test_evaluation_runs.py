@@ -191,7 +191,7 @@ def test_an_ended_run_is_taken_up(folder) -> None:
         assert [each.metrics for each in results] == [each.metrics for each in whole]
 
 
-# Of every torn file the whole lines are kept, and nothing else.
+# The whole lines of a torn file are kept, and nothing else.
 def test_a_torn_file(tmp_path) -> None:
     settings = {"model": "m"}
     records = [{"task": "t", "id": str(i), "text": "é\n" * i} for i in range(3)]
@@ -336,7 +336,7 @@ def test_the_command_says_what_is_wrong(folder, capsys) -> None:
     assert "gsm8k" in capsys.readouterr().err
 
 
-# Where nothing holds programs, a task that runs them ends before its first answer.
+# A task that runs programs ends before its first answer if nothing holds them.
 def test_programs_run_behind_walls_or_when_told_to(folder, monkeypatch, capsys) -> None:
     def report(program, seconds, megabytes, unsafe) -> bytes:
         return b"none\n+" if unsafe else b"refused\nnamespaces and Landlock"

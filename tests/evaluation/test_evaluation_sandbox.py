@@ -74,7 +74,7 @@ def test_programs_that_fail(source: str, reason: str) -> None:
     assert not outcome.passed and reason in outcome.reason
 
 
-# What the tests see: values of every plain type, one function's effect on its argument, objects
+# The tests see values of every plain type, one function's effect on its argument, objects
 # that stay where they are, the items of an iterator, and Python's exceptions.
 @pytest.mark.parametrize(
     ("source", "tests"),
@@ -191,7 +191,7 @@ def test_plain_values_arrive_as_they_are(value: object) -> None:
 
 
 def _filtered(machine: int, number: int, *arguments: int) -> int:
-    """What the filter says of a system call: 0 is yes, else the error."""
+    """Returns the filter's answer to a system call: 0 for yes, else the error."""
     seen = {0: number, 4: machine, **{16 + 8 * i: each for i, each in enumerate(arguments)}}
     instructions, place, value = system_calls._filter(4000), 0, 0
     while True:
@@ -234,7 +234,7 @@ def test_there_are_no_walls_on_other_systems(monkeypatch: Any) -> None:
         namespaces.enter("/", [], 1)
 
 
-# What each wall does alone, since the others would hide that one is missing.
+# Each wall is tested alone, since the others would hide that one is missing.
 SHOW = """
 import json, os, socket, sys
 from box import landlock, linux, namespaces

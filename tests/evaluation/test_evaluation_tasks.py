@@ -101,7 +101,7 @@ def test_programs_are_judged_by_running_them(tmp_path, walls) -> None:
     assert HUMANEVAL.judge(item, "    return 2 * x\n").correct
     wrong = HUMANEVAL.judge(item, "    return x\n")
     assert not wrong.correct and wrong.note.startswith("AssertionError")
-    # What follows the function is another text.
+    # The text behind the function is another text.
     continued = HUMANEVAL.cut("    return 2 * x\n\ndef other():\n    broken(")
     assert HUMANEVAL.judge(item, continued).correct
 

@@ -1,4 +1,4 @@
-"""What a run that is told to end, or whose disk is full, keeps, and what it says about that."""
+"""A run that is told to end, or whose disk is full, keeps its work and says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {"tasks": ["piqa"]}
 
 
 def told_to_end() -> list[str]:
-    """What would be printed if the process were told to end here."""
+    """Returns the line that the process would print if it were told to end here."""
     return [sentence for undo in interruption._unfinished.values() if (sentence := undo())]
 
 

@@ -82,7 +82,7 @@ def test_speedup_of_levels(levels: list[Level], draft_cost: float) -> None:
     assert planning.speedup(levels, draft_cost) == pytest.approx(tokens / time, rel=0.01)
 
 
-# Where every draft is kept, or none, the rounds of a level can be counted by hand.
+# The rounds of a level can be counted by hand if every draft is kept, or none.
 def test_rounds_that_a_draft_needs() -> None:
     assert planning.expected_rounds(8, 1.0, 3) == 2
     assert planning.expected_rounds(9, 1.0, 3) == 3
@@ -115,7 +115,7 @@ def test_figures_2_and_3() -> None:
 
 
 def test_two_levels_by_equation_1_need_full_rounds() -> None:
-    """Where a level's draft is a whole number of its rounds both formulas are the same."""
+    """Both formulas are the same if a level's draft is a whole number of its rounds."""
     levels = [Level(0.9, 8), Level(1.0, 3, pass_cost=0.25)]
     shares = [planning.accepted_share(0.9, 8), 1.0]
     expected = planning.ml_specqd_speedup(shares, [8, 3], [4, 100])

@@ -86,7 +86,7 @@ def test_rows_are_refilled_at_once(params) -> None:
     "drafter", [specjax.Autoregressive(), specjax.QSpec(4, "a4")], ids=["plain", "qspec"]
 )
 def test_outputs_end_with_the_first_token_that_stops_them(params, alone, drafter) -> None:
-    """Of every prompt another one; what was drafted behind it is not seen."""
+    """Every prompt has its own stop; tokens drafted behind it are not seen."""
     lengths = [len(prompt) for prompt in PROMPTS]
     outputs = [row[length:] for row, length in zip(alone, lengths, strict=True)]
     ends = [output[min(number, len(output) - 1)] for number, output in enumerate(outputs)]

@@ -37,7 +37,7 @@ TOKENIZER = Talker(CONFIG.vocab_size)
 
 
 def _decoded(ids: list[int], **options: object) -> list[int]:
-    """What `decode` adds to a prompt."""
+    """Returns the tokens that `decode` adds to a prompt."""
     result = specjax.decode(PARAMS, ids, max_new_tokens=12, **options)
     return np.asarray(result.tokens)[0, len(ids) : int(result.lengths[0])].tolist()
 

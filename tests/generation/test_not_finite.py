@@ -44,7 +44,7 @@ class Always(Drafter):
 
 @pytest.fixture(scope="module")
 def plain() -> specjax.DecodeResult:
-    """Of the sound model."""
+    """Returns the sound model's output."""
     return specjax.decode(
         SOUND, PROMPTS, max_new_tokens=NEW, drafter=specjax.Autoregressive(), stop_tokens=()
     )

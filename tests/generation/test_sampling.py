@@ -84,7 +84,7 @@ def test_equal_logits_are_kept_by_their_ids(sampling: specjax.Sampling, vocabula
 
 
 def test_draws_follow_their_weights() -> None:
-    """Of any sum, in any block; what has none is never drawn, not even after all the others."""
+    """Weights may have any sum, in any block; a weight of zero is never drawn, not even last."""
     rng = np.random.default_rng(0)
     weights = np.where(rng.random(700) < 0.1, rng.gamma(0.5, size=700), 0)
     weights[:130] = weights[600:] = 0

@@ -116,7 +116,7 @@ def _decode(name: str, sampling: Sampling, keys: jax.Array) -> np.ndarray:
 
 @functools.cache
 def _logits(params_name: str) -> np.ndarray:
-    """Of every text of NEW - 1 tokens after the prompt: f32[texts, NEW, V], one row a place."""
+    """Computes f32[texts, NEW, V] for every text of NEW - 1 tokens, one row per place."""
     params = _target(params_name)
     texts = list(itertools.product(range(VOCABULARY), repeat=NEW - 1))
     tokens = jnp.array([PROMPT + list(text) for text in texts])

@@ -77,7 +77,7 @@ def qwen3(**fields: Any) -> Qwen3Config:
 
 
 def _sizes() -> dict[str, Any]:
-    """What the cases share unless they say otherwise."""
+    """The fields that the cases share unless they say otherwise."""
     return {
         "vocab_size": 130,
         "hidden_size": 48,

@@ -63,7 +63,7 @@ def logit_difference(
 
 
 def continuations(params: Params, tokens: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """What plain decoding adds to each prompt: int32[B, NEW_TOKENS]."""
+    """Returns the tokens that plain decoding adds to each prompt: int32[B, NEW_TOKENS]."""
     result = specjax.decode(
         params,
         tokens,

@@ -72,7 +72,7 @@ def write_older_config(directory: Path, more: dict[str, Any]) -> None:
 
 
 def check_stored(directory: Path, model: PreTrainedModel, prompt: torch.Tensor) -> None:
-    """What was written, read back by transformers, gives the same logits to the bit."""
+    """Checks that transformers reads the written model and gives the same logits to the bit."""
     expected = reference.logits_of(model, prompt)
     for file in directory.glob("config*.json"):
         config = type(model.config).from_json_file(file)

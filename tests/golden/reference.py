@@ -1,4 +1,4 @@
-"""What is held to be true: transformers' models with random weights, in float32 with torch."""
+"""The reference: transformers' models with random weights, in float32 with torch."""
 
 from __future__ import annotations
 

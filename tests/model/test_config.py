@@ -1,4 +1,4 @@
-"""What config.json says reaches `ModelConfig`, in every style it has been written in."""
+"""Every style of config.json reaches `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_refusals_are_one_sentence(tmp_path: Path, changes: dict[str, Any], mess
     assert str(refusal.value) == f"{tmp_path / 'config.json'}: {message}"
 
 
-# A number that is no number of its kind would compute nonsense, or fail far from here.
+# A wrong number would compute nonsense, or fail far from here.
 NONSENSE: list[tuple[str, Any, str]] = [
     ("rope_theta", -1, "a number above 1 and at most 1e+30, got -1"),
     ("rope_theta", 0, "a number above 1 and at most 1e+30, got 0"),

@@ -34,7 +34,7 @@ def reports(output: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What went wrong in every case that was selected, or None."""
+    """Returns the error of every selected case, or None."""
     items = [x for x in request.session.items if x.nodeid.startswith(request.node.nodeid)]
     names = [x.callspec.params["name"] for x in items if "outcomes" in x.fixturenames]
     output, errors = run("tests.support.on_devices", 8, *names).communicate()

@@ -40,7 +40,7 @@ def logits(params: Params) -> np.ndarray:
     return np.asarray(forward(params, TOKENS, positions, cache)[0])
 
 
-# What is looked up is the weight's values, rounded to the model's dtype; the head is the weight.
+# A look-up gives the weight's values, rounded to the model's dtype; the head is the weight.
 @pytest.mark.parametrize("name", ["int8-32-minima", "int4-32", "mxfp4"])
 @pytest.mark.covering(1)
 def test_look_ups_are_the_rounded_values(name: str) -> None:
