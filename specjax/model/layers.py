@@ -68,8 +68,8 @@ class LayerStack:
         return self.count
 
     def __getitem__(self, index: int) -> Layer:
-        """Returns a copy of one layer."""
-        if not 0 <= index < self.count:
+        """Returns a copy of one layer. A negative index counts from the last layer."""
+        if not -self.count <= index < self.count:
             raise IndexError(f"a layer's number must be in 0 … {self.count - 1}, got {index}")
         layer: Layer = jax.tree.map(lambda leaf: leaf[index], self.arrays)
         return layer

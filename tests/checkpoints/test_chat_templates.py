@@ -8,7 +8,6 @@ import itertools
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,6 @@ def test_texts_are_those_of_transformers(tmp_path: Path) -> None:
 HOSTILE = {
     "{{ 'a' * 10**10 }}": "needs too much memory",
     "{{ 'a' * 10**8 }}": "needs too much memory",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "0.3 seconds",
-    "{{ lipsum(n=99999) }}": "0.3 seconds",
     "{{ ('a,' * 10**6).split(',') | join('b' * 1000) }}": "needs too much memory",
     "{{ 'a' | center(10**9) }}": "needs too much memory",
     "{{ '%1000000000d' | format(1) }}": "needs too much memory",
@@ -147,18 +144,32 @@ HOSTILE = {
 }
 
 
-# Whatever a template does: one short sentence that names the file, soon, and the next one works.
-def test_hostile_templates_end_in_one_sentence() -> None:
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ lipsum(n=99999) }}",
+)
+
+
+def refused(template: str, reason: str) -> None:
+    """Checks for one short sentence that names the file, and that the next template is rendered."""
+    with pytest.raises(ValueError) as refusal:
+        ChatTemplate(template, {}, "bad.jinja").render(QUESTION)
+    message = str(refusal.value)
+    assert message.startswith("bad.jinja: the chat template ") and reason in message
+    assert message.isprintable() and len(message) < 400
     good = ChatTemplate("{{ messages[0].content }}", {}, "good.jinja")
-    for text, reason in HOSTILE.items():
-        begun = time.monotonic()
-        with pytest.raises(ValueError) as refusal:
-            ChatTemplate(text, {}, "bad.jinja").render(QUESTION)
-        message = str(refusal.value)
-        assert message.startswith("bad.jinja: the chat template ") and reason in message
-        assert message.isprintable() and len(message) < 400
-        assert time.monotonic() - begun < 10
-        assert good.render(QUESTION) == QUESTION[0]["content"]
+    assert good.render(QUESTION) == QUESTION[0]["content"]
+
+
+def test_hostile_templates_end_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "SECONDS", 30.0)  # a busy machine takes long to fill memory
+    for template, reason in HOSTILE.items():
+        refused(template, reason)
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_endless_templates_end_in_one_sentence(template: str) -> None:
+    refused(template, "it takes more than 0.3 seconds")
 
 
 # The process is killed from outside, or an answer is interrupted: the next call gets a new one.

@@ -90,9 +90,9 @@ def test_layers_can_be_read_from_a_stack() -> None:
     params = FORMS["4 bits"]()
     layers = unstack_layers(params).layers
     assert len(list(params.layers)) == len(params.layers) == 5
-    for index in (0, 4):
+    for index in (0, 4, -1):
         jax.tree.map(np.testing.assert_array_equal, params.layers[index], layers[index])
-    for index in (5, -1):
+    for index in (5, -6):
         with pytest.raises(IndexError, match=f"must be in 0 … 4, got {index}"):
             params.layers[index]
 
