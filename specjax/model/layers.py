@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,14 @@ class LayerStack:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Layer:
-        """Returns a copy of one layer. A negative index counts from the last layer."""
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
+    def __getitem__(self, index: int | slice) -> Layer | tuple[Layer, ...]:
+        """Returns copies of layers, as a tuple of layers would."""
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(self.count)[index])
         if not -self.count <= index < self.count:
             raise IndexError(f"a layer's number must be in 0 … {self.count - 1}, got {index}")
         layer: Layer = jax.tree.map(lambda leaf: leaf[index], self.arrays)

@@ -92,6 +92,7 @@ def test_layers_can_be_read_from_a_stack() -> None:
     assert len(list(params.layers)) == len(params.layers) == 5
     for index in (0, 4, -1):
         jax.tree.map(np.testing.assert_array_equal, params.layers[index], layers[index])
+    jax.tree.map(np.testing.assert_array_equal, params.layers[-2:], layers[-2:])
     for index in (5, -6):
         with pytest.raises(IndexError, match=f"must be in 0 … 4, got {index}"):
             params.layers[index]
