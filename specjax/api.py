@@ -2,6 +2,7 @@
 
 from specjax.drafting import (
     Adaptive,
+    Auto,
     Autoregressive,
     Combined,
     Drafter,
@@ -32,6 +33,7 @@ from specjax.speculation.state import Stats
 
 __all__ = [
     "Adaptive",
+    "Auto",
     "Autoregressive",
     "Combined",
     "Completion",

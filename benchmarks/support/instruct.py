@@ -85,6 +85,7 @@ def cases() -> dict[str, Case]:
 
     kept = tuple(i for i in range(30) if i not in SKIPPED)
     own: dict[str, Callable[[], Drafter]] = {
+        "Auto": specjax.Auto,
         "QSpec a8": lambda: QSpec(3, "a8"),
         "QSpec a4": lambda: QSpec(3, "a4"),
         "layer skip": lambda: specjax.LayerSkip(kept, 3),
@@ -95,6 +96,7 @@ def cases() -> dict[str, Case]:
         "CORE, N = 4, W = 3, G = 4": lambda: specjax.Spectra(ngram=4, window=3, guesses=4),
     }
     casts: dict[str, Callable[[], Drafter]] = {
+        "Auto, 16 bits": specjax.Auto,
         "MXFP4 cast": lambda: cast("mxfp4"),
         "MXFP4 cast, a8": lambda: cast("mxfp4", activation="a8"),
         "MXFP4 cast, a8, ANPD below": lambda: MultiLevel(cast("mxfp4", 8, "a8"), NGram(2)),

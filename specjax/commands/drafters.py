@@ -38,7 +38,7 @@ _LOOK_UP = tuple(name for name in _NAMED if name not in ("autoregressive", *_RUN
 class DrafterOptions(NamedTuple):
     """The choice of a drafter.
 
-    drafter: its name.
+    drafter: its name; None: auto, or qspec where its fields or models below it are given.
     fields: its fields by name, as objects or as text. Where several models draft, `draft_length`
         may hold one number for each, `activation` is that of all, and `confidence` the last one's.
     draft: models, quantization methods that cast the target, and drafters without a model: the
@@ -46,7 +46,7 @@ class DrafterOptions(NamedTuple):
     draft_lm_head: whether casts quantize the output head too.
     """
 
-    drafter: str = "qspec"
+    drafter: str | None = None
     fields: Mapping[str, object] = {}
     draft: Sequence[str] = ()
     draft_lm_head: bool = False
@@ -67,7 +67,11 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     """--drafter, and the options of all drafters."""
     add = parser.add_argument_group("drafting").add_argument
     names = ", ".join(_NAMED)
-    add("--drafter", default="qspec", metavar="NAME", help=f"{names}; qspec if left out")
+    add(
+        "--drafter",
+        metavar="NAME",
+        help=f"{names}; if left out, auto, or qspec where options of drafting are given",
+    )
     add(
         "--draft-option",
         type=_assignment,
@@ -160,9 +164,10 @@ def _assignment(text: str) -> tuple[str, str]:
 
 def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
     """The drafters from the target's own down, each with its model."""
-    if chosen.drafter not in DRAFTERS:
-        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {chosen.drafter!r}")
-    first, drafts = _Level(chosen.drafter, {}), list(chosen.draft)
+    name = chosen.drafter or ("qspec" if chosen.fields or chosen.draft else "auto")
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {name!r}")
+    first, drafts = _Level(name, {}), list(chosen.draft)
     if drafts and first.name not in _RUN_A_MODEL:
         owners = ", ".join(_RUN_A_MODEL)
         raise ValueError(f"--draft goes with --drafter {owners}, got {first.name}")

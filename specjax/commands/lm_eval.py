@@ -51,7 +51,7 @@ def read_options(
     quantize: str | None = None,
     group_size: int | str | None = 128,
     cache_bits: int = 16,
-    drafter: str = "qspec",
+    drafter: str | None = None,
     draft: str | Sequence[str] = (),
     draft_lm_head: bool = False,
     batch_size: int | str = _AUTOMATIC_ROWS,

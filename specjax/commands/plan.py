@@ -198,7 +198,8 @@ def _measured(options: argparse.Namespace) -> tuple[tuple[Level, ...], float]:
         raise ValueError("--measure needs --prompts, a file of prompts")
     texts = read_prompts(options.prompts)[: options.limit]
     target = chosen_target(options)
-    drafter = make_drafter(read_drafter(options), target)
+    chosen = read_drafter(options)
+    drafter = make_drafter(chosen._replace(drafter=chosen.drafter or "qspec"), target)
     tokenizer = specjax.load_tokenizer(options.model)
     found = planning.measure(
         target.params, drafter, [tokenizer.encode(text) for text in texts], rows=options.rows,

@@ -1,5 +1,6 @@
 """Drafters: one file per family, all of them a `specjax.speculation.drafter.Drafter`."""
 
+from specjax.drafting.auto import Auto
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.combined import Combined
 from specjax.drafting.draft_model import DraftModel
@@ -18,6 +19,7 @@ from specjax.speculation.drafter import Drafter
 
 __all__ = [
     "Adaptive",
+    "Auto",
     "Autoregressive",
     "Combined",
     "DraftModel",

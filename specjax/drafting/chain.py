@@ -79,12 +79,13 @@ class ChainDrafter(Drafter):
         return jnp.clip(lengths, 1, jnp.maximum(state.limits - state.lengths - 1, 1))
 
     def draft(
-        self, model: Params, level: DecodeState, wanted: jax.Array | None
+        self, model: Params, level: DecodeState, wanted: jax.Array | None, coupled: bool = False
     ) -> tuple[Proposal, KVCache]:
         """Runs the drafting model over the state as it sees it. Returns as `draft_chain` does."""
         return draft_chain(
-            model, level, self.draft_length, wanted, self.confidence, self.activation, self.layers
-        )
+            model, level, self.draft_length, wanted, self.confidence, self.activation, self.layers,
+            coupled,
+        )  # fmt: skip
 
 
 class LevelState(NamedTuple):
@@ -185,10 +186,13 @@ def draft_chain(
     confidence: float | None,
     activation: Activation,
     layers: tuple[int, ...] | None,
+    coupled: bool = False,
 ) -> tuple[Proposal, KVCache]:
     """Up to `length` tokens per row, drawn one after another.
 
     wanted: int32[B] in 1 … length, where each row ends; None: at `length`.
+    coupled: draw with the random numbers that the target's own draws at these places use. The
+        proposal then counts as chosen without chance: it is kept where both draw the same token.
 
     Returns the proposal, and the cache with the entries of what the passes read.
     """
@@ -196,7 +200,7 @@ def draft_chain(
 
     def extend(chain: _Chain, logits: jax.Array, cache: KVCache) -> _Chain:
         """The chain with the token that these logits, f32[B, V], give."""
-        token, distribution, probability = _choose(logits, state, chain)
+        token, distribution, probability = _choose(logits, state, chain, coupled)
         counts = chain.counts + chain.drafting
         drafting = chain.drafting
         if wanted is not None:
@@ -224,22 +228,23 @@ def draft_chain(
     def more(chain: _Chain) -> jax.Array:
         return (chain.drafted < length) & jnp.any(chain.drafting)
 
-    chain = _begin(state, length)
+    chain = _begin(state, length, coupled)
     if state.lag:  # what the cache lacks goes first, in one pass
         logits, cache = score(params, state, chain.tokens[:, :0], activation, layers)
         chain = extend(chain, logits[:, 0], cache)
     chain = lax.while_loop(more, one_pass, chain)
     counts = chain.counts if dynamic else None
-    return Proposal(chain.tokens, counts, chain.distributions), chain.cache
+    return Proposal(chain.tokens, counts, chain.distributions, least=1), chain.cache
 
 
-def _begin(state: DecodeState, length: int) -> _Chain:
+def _begin(state: DecodeState, length: int, coupled: bool) -> _Chain:
     """The empty chain. A finished row does not draft, and keeps no other row waiting."""
     rows, _ = state.tokens.shape
     none = jnp.zeros((rows, 0), jnp.int32)
     seen = distributions = None
     if state.sampling is not None:
-        distributions = jnp.zeros((rows, length, state.vocab_size))
+        if not coupled:
+            distributions = jnp.zeros((rows, length, state.vocab_size))
         if state.sampling.repetition_penalty is not None:
             seen = seen_tokens(state.tokens, state.lengths, none, state.vocab_size)[:, 0]
     return _Chain(
@@ -255,13 +260,16 @@ def _begin(state: DecodeState, length: int) -> _Chain:
 
 
 def _choose(
-    logits: jax.Array, state: DecodeState, chain: _Chain
+    logits: jax.Array, state: DecodeState, chain: _Chain, coupled: bool
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """The next token of each row, what it was drawn from, and its probability. f32[B, V] in."""
     if state.sampling is None:
         token = greedy(logits)
         return token, None, 1 / row_sum(jnp.exp(logits - row_max(logits)))[..., 0]
-    keys = jax.vmap(jax.random.fold_in, (0, None))(state.round_keys(purpose=0), chain.drafted)
+    if coupled:
+        keys = state.place_keys(jnp.broadcast_to(chain.drafted, (*logits.shape[:1], 1)))[:, 0]
+    else:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(state.round_keys(purpose=0), chain.drafted)
     distribution = probabilities(logits, state.sampling, chain.seen)
     token = draw(keys, distribution)
     probability = jnp.take_along_axis(distribution, token[:, None], axis=1)[:, 0]

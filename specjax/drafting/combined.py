@@ -125,6 +125,7 @@ def merge(first: Proposal, second: Proposal, nodes: int) -> Proposal:
         counts=jnp.minimum(count + jnp.sum(new, axis=1, dtype=jnp.int32), nodes),
         parents=jnp.pad(parents, pad, constant_values=-1).at[slots].set(moved, mode="drop"),
         verifiable=verifiable,
+        least=first.least,
     )
 
 

@@ -112,7 +112,7 @@ class MultiLevel(Drafter):
         counts = None if outer.schedule is None else level.lengths - state.lengths
         kept, cache = outer.leave(state.draft.outer, state, level.cache, level.cache.lengths)
         draft = MultiLevelState(kept, level.draft, level.stats)
-        proposal = Proposal(tokens, counts, distributions)
+        proposal = Proposal(tokens, counts, distributions, least=1)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
     def observe(self, draft: MultiLevelState, verified: Verified) -> MultiLevelState:

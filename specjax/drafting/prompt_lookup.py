@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import check_integer
+from specjax.drafting.suffix import shared_run
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.state import DecodeState, Proposal
@@ -49,7 +50,7 @@ class PromptLookup(Drafter):
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         lengths = state.lengths[:, None]
         width = state.tokens.shape[1]
-        run = _matching_ends(state.tokens, state.lengths, self.longest)
+        run = shared_run(state.tokens, state.lengths, self.longest)
         last = jnp.arange(width)  # where an occurrence ends
         n = jnp.arange(self.longest, self.shortest - 1, -1)[:, None]
         found = (run[:, None] >= n) & (last < lengths - 1)[:, None]  # [B, n, W]
@@ -64,15 +65,3 @@ class PromptLookup(Drafter):
         follow = jnp.minimum(state.lengths - start[:, 0], self.draft_length)
         counts = jnp.where(jnp.any(any_found, axis=1), follow, 0)
         return Proposal(tokens, counts), state
-
-
-def _matching_ends(tokens: jax.Array, lengths: jax.Array, longest: int) -> jax.Array:
-    """Counts the tokens up to each place that equal the text's last, at most `longest`: int32[B,
-    W]."""
-    run, same = jnp.zeros_like(tokens), jnp.bool_(True)
-    for back in range(longest):
-        there = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
-        last = jnp.take_along_axis(tokens, lengths[:, None] - 1 - back, axis=1, mode="clip")
-        same &= (there == last) & (back < lengths[:, None])
-        run += same
-    return run

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from specjax.checks import check_text, shown
+from specjax.drafting.auto import Auto, Costs
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.combined import Combined
@@ -36,6 +37,7 @@ from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 
 DRAFTERS: Mapping[str, type[Drafter]] = {
+    "auto": Auto,
     "autoregressive": Autoregressive,
     "qspec": QSpec,
     "draft-model": DraftModel,
@@ -198,6 +200,7 @@ _WORDS = {
     Datastore: "a datastore or its directory",
     Params: "what specjax.load returns",
     TextTokenizer: "what specjax.load_tokenizer returns",
+    Costs: "times of passes",
     type(None): "none",
 }
 

@@ -170,7 +170,8 @@ class TranslatedDraft(ChainDrafter):
     def _retell(self, proposal: Proposal, state: DecodeState) -> Proposal:
         """Encodes drafted text in the target's tokens."""
         drafted = proposal.tokens, _counts(proposal)
-        return Proposal(*_on_host(self._translation.propose, drafted, state, *drafted))
+        tokens, counts = _on_host(self._translation.propose, drafted, state, *drafted)
+        return Proposal(tokens, counts)
 
     def _shared_model(self) -> Params:
         """Returns the draft model without the tokens that the target lacks."""

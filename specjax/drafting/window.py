@@ -150,4 +150,5 @@ def _ride_along(
             (jnp.tile(own, (rows, 1)), jnp.where(parents < 0, -1, parents + first)), axis=1
         ),
         verifiable=jnp.tile(verifiable, (rows, 1)),
+        least=first,
     )

@@ -37,7 +37,7 @@ class SpecjaxLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
     Args:
       params: the model.
       tokenizer: its tokenizer, as `specjax.load_tokenizer` gives it.
-      drafter: how tokens are proposed where text is generated; default QSpec().
+      drafter: how tokens are proposed where text is generated; default Auto().
       rows: texts per pass.
       max_length: most tokens of a text that are read; None: the model's number of positions. A
         longer context loses its first tokens.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.activations import Activation, check_activation
 from specjax.checks import check_integer
-from specjax.drafting import Autoregressive, Drafter, QSpec
+from specjax.drafting import Auto, Autoregressive, Drafter
 from specjax.evaluation.digests import digest
 from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.tasks import TASKS
@@ -93,7 +93,7 @@ def evaluate(
       tokenizer: its tokenizer.
       tasks: names from `specjax.evaluation.TASKS`.
       data: the folder of their files; docs/evaluation.md lists them.
-      drafter: how written answers are drafted; default QSpec().
+      drafter: how written answers are drafted; default Auto().
       rows: prompts that are decoded at a time, and texts per pass; under a mesh a multiple of its
         data axis.
       limit: use the first items of each task alone (the first windows of a text); None: all.
@@ -129,7 +129,7 @@ def evaluate(
             raise ValueError(f"{name} must be at least 1, got {value}")
     chosen = _find(tasks)
     if drafter is None:
-        drafter = QSpec() if activation == "a16" else Autoregressive()
+        drafter = Auto() if activation == "a16" else Autoregressive()
     setup = Setup(
         params, tokenizer, drafter, rows, max_new_tokens, activation, cache_bits,
         template if chat else None, unsafe,

@@ -86,7 +86,7 @@ def decode(
         outside jit, a list of token ids or a list of such lists.
       max_new_tokens: the most tokens to generate per row, at least 1.
       prompt_lengths: int32[B], tokens per prompt; None: all T.
-      drafter: proposes tokens; default QSpec().
+      drafter: proposes tokens; default Auto().
       sampling: draws tokens, each field one number or one per row; None: the greedy choice.
       key: a random key, or one per row ([B]); goes with `sampling`.
       stop_tokens: tokens that end a row (kept in the output); None: the model's own; () for none.

@@ -118,7 +118,7 @@ def generate(
         through the tokenizer's chat template; or a list of texts or conversations.
       max_new_tokens: the most tokens to generate per output, at least 1.
       samples: outputs per prompt, at least 1, drawn by `sampling`; None: one, not in a list.
-      drafter: proposes tokens; default QSpec().
+      drafter: proposes tokens; default Auto().
       sampling: draws tokens, each field one number or one per prompt; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt; goes with
         `sampling`. With `samples`, sample j of a prompt gets fold_in(the prompt's key, j). So a

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
-from specjax.drafting import QSpec
+from specjax.drafting import Auto
+from specjax.drafting.calibration import settled
 from specjax.generation.prompts import check_limits, check_logprobs, check_stop_tokens
 from specjax.model.config import ModelConfig
 from specjax.model.parallel import check_drafter
@@ -83,7 +84,7 @@ class Request:
         Raises:
           ValueError: an option is out of its range or of another type.
         """
-        drafter = QSpec() if drafter is None else drafter
+        drafter = Auto() if drafter is None else drafter
         _check_types(params, drafter, sampling)
         check_drafter(params, drafter)
         check_activation(activation)
@@ -117,7 +118,10 @@ class Request:
         capacity = self.slots(params.config, width)
         check_cache(params.config, rows, capacity, self.cache_bits, params.mesh)
         self.drafter.validate(params, width + self.max_new_tokens)
-        return dataclasses.replace(self, cache_capacity=capacity)
+        drafter = self.drafter
+        if isinstance(drafter, Auto):
+            drafter = settled(drafter, params, rows, self.cache_bits, self.activation)
+        return dataclasses.replace(self, drafter=drafter, cache_capacity=capacity)
 
 
 def _check_types(params: object, drafter: object, sampling: object) -> None:

@@ -67,7 +67,7 @@ def stream(
       params: the model.
       prompt: token ids.
       max_new_tokens: the most tokens to generate, at least 1.
-      drafter: proposes tokens; default QSpec().
+      drafter: proposes tokens; default Auto().
       sampling: draws tokens; None: the greedy choice.
       key: a random key; goes with `sampling`.
       stop_tokens: tokens that end the row (kept in the output); None: the model's own; () for none.
@@ -113,7 +113,7 @@ def stream_many(
         one round, without tokens, whose `completion` says why; the others go on.
       rows: prompts decoded at a time; under a mesh a multiple of its data axis.
       max_new_tokens: the most tokens to generate per prompt.
-      drafter: proposes tokens; default QSpec().
+      drafter: proposes tokens; default Auto().
       sampling: draws tokens, each field one number or one per prompt; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt.
       stop_tokens: tokens that end a prompt's output; None: the model's own; () for none.

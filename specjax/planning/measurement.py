@@ -7,7 +7,6 @@ turns, so that a busy machine slows all of them, and only ratios of their median
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,13 +26,9 @@ from specjax.generation.request import row_keys, row_sampling
 from specjax.model.params import Params, check_is_params
 from specjax.planning.speed import Level, draft_time, speedup
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState, Proposal
+from specjax.speculation.state import DecodeState
+from specjax.speculation.timing import Timed, relative, seconds, verify_repeatedly
 from specjax.speculation.verification import verify
-
-_CALL_SECONDS = 0.1  # of work per timed call, so that the call itself does not count
-_MOST_REPEATS = 512
-
-_Timed = tuple[DecodeState, jax.Array]  # the state after timed passes, and a sum of their results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +177,7 @@ def _costs(
     """
     passes = [_verifications(model, options) for model in models]
     rounds = [_Rounds(model, depth, options) for depth, model in enumerate(models)]
-    (*costs, whole), seconds = _relative([*passes, rounds], turns)
+    (*costs, whole), seconds = relative([*passes, rounds], turns)
     drafts = [max(each - cost[-1], 0.0) for each, cost in zip(whole, costs, strict=True)]
     for level in range(1, len(models)):
         inside = drafts[level - 1] / rounds[level - 1].below()
@@ -197,13 +192,13 @@ def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int
     holder = [dataclasses.replace(state, lag=model.lag)]
 
     def timer(drafts: int) -> Callable[[int], float]:
-        def program(state: DecodeState, repeats: int) -> _Timed:
-            timed: _Timed = _verify_repeatedly(
+        def program(state: DecodeState, repeats: int) -> Timed:
+            timed: Timed = verify_repeatedly(
                 model.params, state, repeats, drafts, model.activation, model.layers
             )
             return timed
 
-        return partial(_seconds, program, holder)
+        return partial(seconds, program, holder)
 
     return [timer(drafts) for drafts in range(model.drafter.draft_length + 1)]
 
@@ -221,11 +216,11 @@ class _Rounds:
         self._holder = [dataclasses.replace(state, lag=model.lag, depth=depth)]
 
     def __call__(self, repeats: int) -> float:
-        return _seconds(self._program, self._holder, repeats)
+        return seconds(self._program, self._holder, repeats)
 
-    def _program(self, state: DecodeState, repeats: int) -> _Timed:
+    def _program(self, state: DecodeState, repeats: int) -> Timed:
         params, activation, layers, drafter, _ = self._model
-        timed: _Timed = _draft_and_verify(params, state, repeats, drafter, activation, layers)
+        timed: Timed = _draft_and_verify(params, state, repeats, drafter, activation, layers)
         return timed
 
     def below(self) -> float:
@@ -233,28 +228,6 @@ class _Rounds:
         [state], drafter = self._holder, self._model.drafter
         stats = drafter.levels(state.draft)[0]
         return float(jnp.max(stats.rounds / stats.generated)) * drafter.draft_length
-
-
-@partial(jax.jit, static_argnames=("drafts", "activation", "layers"), donate_argnames="state")
-@own_settings()
-def _verify_repeatedly(
-    params: Params,
-    state: DecodeState,
-    repeats: int,
-    drafts: int,
-    activation: Activation,
-    layers: tuple[int, ...] | None,
-) -> _Timed:
-    """Verifies a draft of zeros repeatedly. The sum keeps the compiler from dropping passes."""
-    proposal = Proposal(jnp.zeros((state.tokens.shape[0], drafts), jnp.int32))
-
-    def one_pass(_: jax.Array, carry: _Timed) -> _Timed:
-        state, total = carry
-        verified, cache = verify(params, state, proposal, activation, layers)
-        return dataclasses.replace(state, cache=cache), total + jnp.sum(verified.emitted)
-
-    carry: _Timed = lax.fori_loop(0, repeats, one_pass, (state, jnp.int32(0)))
-    return carry
 
 
 @partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
@@ -266,44 +239,17 @@ def _draft_and_verify(
     drafter: Drafter,
     activation: Activation,
     layers: tuple[int, ...] | None,
-) -> _Timed:
+) -> Timed:
     """Makes and verifies the same draft repeatedly."""
 
-    def one_round(_: jax.Array, carry: _Timed) -> _Timed:
+    def one_round(_: jax.Array, carry: Timed) -> Timed:
         state, total = carry
         proposal, state = drafter.propose(params, state)
         verified, cache = verify(params, state, proposal, activation, layers)
         return dataclasses.replace(state, cache=cache), total + jnp.sum(verified.emitted)
 
-    carry: _Timed = lax.fori_loop(0, repeats, one_round, (state, jnp.int32(0)))
+    carry: Timed = lax.fori_loop(0, repeats, one_round, (state, jnp.int32(0)))
     return carry
-
-
-def _seconds(
-    program: Callable[[DecodeState, int], _Timed],
-    holder: list[DecodeState],
-    repeats: int,
-) -> float:
-    """Seconds per repetition of a program that uses up the holder's state and gives another."""
-    begin = time.perf_counter()
-    holder[0], total = program(holder[0], repeats)
-    jax.block_until_ready(total)
-    return (time.perf_counter() - begin) / repeats
-
-
-def _relative(
-    groups: Sequence[Sequence[Callable[[int], float]]], turns: int
-) -> tuple[list[list[float]], float]:
-    """Every timer's median over the first one's of the same turn, and that one's seconds."""
-    timers = [timer for group in groups for timer in group]
-    for timer in timers:
-        timer(1)  # compiles
-    repeats = [max(1, min(_MOST_REPEATS, int(_CALL_SECONDS / timer(1)))) for timer in timers]
-    times = np.array(
-        [[timer(count) for timer, count in zip(timers, repeats, strict=True)] for _ in range(turns)]
-    )
-    found = iter(np.median(times / times[:, :1], axis=0).tolist())
-    return [[next(found) for _ in group] for group in groups], float(np.median(times[:, 0]))
 
 
 def _level(costs: list[float], acceptance: float) -> Level:

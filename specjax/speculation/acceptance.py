@@ -12,27 +12,28 @@ from specjax.speculation import trees
 from specjax.speculation.sampling import draw
 
 
-def greedy_match(
-    proposed: Int32[Array, "B N"], drafted: Int32[Array, " B"], choices: Int32[Array, "B N+1"]
+def matching_chain(
+    proposed: Int32[Array, "B N"], drafted: Int32[Array, " B"], own: Int32[Array, "B N+1"]
 ) -> Int32[Array, " B"]:
-    """Keeps drafts while they are the target's own greedy choice (QSpec section 3.1).
+    """Keeps drafts while they are the target's own tokens (QSpec section 3.1).
 
     Args:
       proposed: int32[B, N].
       drafted: int32[B], leading proposals that count.
-      choices: int32[B, N + 1], the target's choice after the last token and after each draft.
+      own: int32[B, N + 1], the target's token after the last one and after each draft: its greedy
+        choice or its draw.
 
     Returns:
-      int32[B], drafts that are kept. The row's next tokens are that many choices and one more.
+      int32[B], drafts that are kept. The row's next tokens are that many of `own` and one more.
     """
-    return _leading((choices[:, :-1] == proposed) & _meant(proposed, drafted))
+    return _leading((own[:, :-1] == proposed) & _meant(proposed, drafted))
 
 
 def rejection_sample(
     keys: Key[Array, " B"],
     proposed: Int32[Array, "B N"],
     drafted: Int32[Array, " B"],
-    draft: Float32[Array, "B N V"] | None,
+    draft: Float32[Array, "B N V"],
     target: Float32[Array, "B N+1 V"],
 ) -> tuple[Int32[Array, " B"], Int32[Array, "B N+1"]]:
     """Speculative sampling: every emitted token has exactly the target's distribution.
@@ -44,7 +45,7 @@ def rejection_sample(
       keys: one key per row, [B].
       proposed: int32[B, N], drawn from `draft`.
       drafted: int32[B], leading proposals that count.
-      draft: f32[B, N, V], the distributions they were drawn from; None: chosen deterministically.
+      draft: f32[B, N, V], the distributions they were drawn from.
       target: f32[B, N + 1, V], the target's distribution after the last token and each draft.
 
     Returns:
@@ -56,34 +57,35 @@ def rejection_sample(
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(keys[:, 0])
     chosen = proposed[..., None]
     p = jnp.take_along_axis(target[:, :n], chosen, axis=-1)[..., 0]
-    q = 1.0 if draft is None else jnp.take_along_axis(draft, chosen, axis=-1)[..., 0]
+    q = jnp.take_along_axis(draft, chosen, axis=-1)[..., 0]
     accepted = _leading((uniform * q < p) & _meant(proposed, drafted))
     rejected = accepted < drafted
-    residual = _residual(rejected, _at(proposed, accepted), draft, target, accepted)
+    q_there = jnp.where(rejected[:, None], _at(draft, accepted), 0)
+    residual = _remainder(_at(target, accepted), q_there)
     replacement = draw(keys[:, 1], residual)
     last = jnp.arange(n + 1) == accepted[:, None]
     padded = jnp.pad(proposed, ((0, 0), (0, 1)))
     return accepted, jnp.where(last, replacement[:, None], padded)
 
 
-def greedy_path(
+def matching_path(
     proposed: Int32[Array, "B N"],
     parents: Int32[Array, "B N"],
     meant: Bool[Array, "B N"],
-    choices: Int32[Array, "B N+1"],
+    own: Int32[Array, "B N+1"],
 ) -> tuple[Int32[Array, " B"], Int32[Array, "B N"]]:
-    """Keeps the longest path of a tree that is the target's own greedy continuation.
+    """Keeps the longest path of a tree that is the target's own continuation.
 
     Args:
       proposed, parents: int32[B, N], as in a `Proposal`.
       meant: bool[B, N], the proposals that count.
-      choices: int32[B, N + 1], the target's choice after the last token and after each draft.
+      own: int32[B, N + 1], as in `matching_chain`.
 
     Returns:
       accepted: int32[B], drafts that are kept, and nodes: int32[B, N], their numbers, then -1.
     """
     paths = trees.ancestors(parents)
-    chosen = meant & (proposed == jnp.take_along_axis(choices, parents + 1, axis=1))
+    chosen = meant & (proposed == jnp.take_along_axis(own, parents + 1, axis=1))
     others = paths < 0
     along = jnp.take_along_axis(chosen[:, None], jnp.maximum(paths, 0), axis=2) | others
     lengths = jnp.where(jnp.all(along, axis=2), trees.depths(paths) + 1, 0)
@@ -96,7 +98,7 @@ def sample_path(
     proposed: Int32[Array, "B N"],
     parents: Int32[Array, "B N"],
     meant: Bool[Array, "B N"],
-    draft: Float32[Array, "B N V"] | None,
+    draft: Float32[Array, "B N V"],
     target: Float32[Array, "B N+1 V"],
 ) -> tuple[Int32[Array, " B"], Int32[Array, "B N"], Int32[Array, "B N+1"]]:
     """Multi-branch rejection: every emitted token has exactly the target's distribution.
@@ -106,17 +108,16 @@ def sample_path(
     distribution and becomes max(p - q, 0), normalized, after every rejected child. If all are
     rejected, the next token is a draw from p (SpecInfer, Miao et al. 2024). The rule requires only
     that child d was drawn from q. For independent draws q is their common distribution; for draws
-    without replacement, what remained of it; for a token chosen deterministically, that token
-    alone.
+    without replacement, what remained of it.
 
     Args:
       keys: one key per row, [B].
-      proposed, parents, meant: as in `greedy_path`.
-      draft: f32[B, N, V], q of every draft; None: chosen deterministically.
+      proposed, parents, meant: as in `matching_path`.
+      draft: f32[B, N, V], q of every draft.
       target: f32[B, N + 1, V], the target's distribution after the last token and each draft.
 
     Returns:
-      accepted: int32[B] and nodes: int32[B, N], as `greedy_path` does, and emitted:
+      accepted: int32[B] and nodes: int32[B, N], as `matching_path` does, and emitted:
       int32[B, N + 1], whose first accepted + 1 tokens are the row's next ones.
     """
     rows, n = proposed.shape
@@ -127,7 +128,7 @@ def sample_path(
         """Returns the last node kept, int32[B], and p of its children, f32[B, V], after node i."""
         node, p = state
         token = proposed[:, i, None]
-        q = jax.nn.one_hot(token[:, 0], p.shape[1]) if draft is None else draft[:, i]
+        q = draft[:, i]
         p_token, q_token = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (p, q))
         tried = meant[:, i] & (parents[:, i] == node)
         kept = tried & (uniform[:, i] * q_token < p_token)
@@ -150,22 +151,6 @@ def _path(paths: jax.Array, node: jax.Array) -> jax.Array:
     """Returns paths[b, node[b]]; node -1 has an empty path. [B, N, D], [B] -> [B, D]."""
     path = jnp.take_along_axis(paths, jnp.maximum(node, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(node[:, None] >= 0, path, -1)
-
-
-def _residual(
-    rejected: jax.Array,
-    token: jax.Array,
-    draft: jax.Array | None,
-    target: jax.Array,
-    accepted: jax.Array,
-) -> jax.Array:
-    """Returns max(target - draft, 0) where drafting ended, or target where nothing was rejected.
-
-    Unnormalized. rejected: bool[B]; token: int32[B], the rejected token. -> f32[B, V].
-    """
-    p = _at(target, accepted)
-    q = jax.nn.one_hot(token, p.shape[-1]) if draft is None else _at(draft, accepted)
-    return _remainder(p, jnp.where(rejected[:, None], q, 0))
 
 
 def _remainder(p: jax.Array, q: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ from specjax.model.kv_cache import KVCache
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.sampling import Sampling
 
+_PLACES = 2**31 - 2  # no round's number
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,17 @@ class DecodeState:
         fold = jax.vmap(jax.random.fold_in)
         return fold(fold(self.keys, self.stats.rounds), jnp.full_like(self.stats.rounds, purpose))
 
+    def place_keys(self, ahead: jax.Array) -> jax.Array:
+        """Returns the keys of places so many tokens past the next one. int32[B, P] -> keys[B, P].
+
+        A place's key is the same in whatever round, and beside whatever drafts, it is reached.
+        """
+        assert self.keys is not None
+        places = self.stats.generated[:, None] + ahead
+        fold = jax.vmap(jax.random.fold_in)
+        own = fold(self.keys, jnp.full_like(self.stats.generated, _PLACES))
+        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +134,8 @@ class Proposal:
         deterministically.
     parents: int32[B, N], parents[b, i] < i: the token that token i follows, -1 for the last one;
         None: a chain.
+    least: leading tokens that count in every row and round, whose passes need not be narrower.
+        Static.
     verifiable: bool[B, N], False for tokens of a tree that are never accepted, and neither are
         their descendants: they only ask for `Verified.choices`; None: all may be accepted.
     """
@@ -130,6 +145,17 @@ class Proposal:
     distributions: jax.Array | None = None
     parents: jax.Array | None = None
     verifiable: jax.Array | None = None
+    least: int = jax.tree.static(default=0)
+
+    def first(self, width: int) -> Proposal:
+        """Returns the proposal of the first `width` tokens: a chain where that is none."""
+        parents = self.parents if width else None
+        every = (self.tokens, self.distributions, parents, self.verifiable)
+        narrow = (None if each is None else each[:, :width] for each in every)
+        tokens, distributions, parents, verifiable = narrow
+        assert tokens is not None
+        counts = None if self.counts is None else jnp.minimum(self.counts, width)
+        return Proposal(tokens, counts, distributions, parents, verifiable)
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,8 @@
 """Verification: one precise pass scores a whole proposal, and the acceptance rule judges it.
 
-Greedy drafts are compared with the target's own choices. Sampled drafts go through the rejection
-rule (`specjax.speculation.acceptance`), which keeps the target's distribution.
+Drafts that were chosen without chance are compared with the target's own tokens. Drafts that were
+drawn go through the rejection rule (`specjax.speculation.acceptance`), which keeps the target's
+distribution.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation import trees
-from specjax.speculation.acceptance import greedy_match, greedy_path, rejection_sample, sample_path
+from specjax.speculation.acceptance import (
+    matching_chain,
+    matching_path,
+    rejection_sample,
+    sample_path,
+)
 from specjax.speculation.logprobs import score_emitted
-from specjax.speculation.sampling import greedy, probabilities, seen_tokens
+from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
 from specjax.speculation.state import DecodeState, Proposal, Verified
 
 
@@ -34,33 +40,99 @@ def verify(
     activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
 ) -> tuple[Verified, KVCache]:
-    """Scores a proposal in one pass, which overwrites the draft's cache entries.
+    """Scores a proposal in one pass, which overwrites the draft's cache entries, and judges it.
+
+    The pass is no wider than its longest row needs: 0, 1, 3, 7, … drafts, or all.
 
     Returns the verdict, whose `count` the caller sets, and the cache with this pass's entries for
     every token up to the last draft.
     """
-    logits, cache = _score_proposal(params, state, proposal, activation, layers)
-    counts = proposal.counts
+    n, counts = proposal.tokens.shape[1], proposal.counts
+    widths = _widths(n, n if counts is None else proposal.least)
     if counts is None:
-        counts = jnp.full_like(state.lengths, proposal.tokens.shape[1])
+        counts = jnp.full_like(state.lengths, n)
+        proposal = dataclasses.replace(proposal, counts=counts)
+
+    def at(width: int, carry: _Turn) -> _Turn:
+        narrow = proposal.first(width)
+        before = dataclasses.replace(state, cache=carry.cache)
+        logits, cache = score(params, before, narrow.tokens, activation, layers, narrow.parents)
+        verified = _judge(state, narrow, logits)
+        if proposal.parents is not None and narrow.parents is None:
+            verified = dataclasses.replace(verified, nodes=narrow.tokens)  # a tree of no nodes
+        return _Turn(jnp.bool_(True), jax.tree.map(_widen, verified, carry.verified), cache)
+
+    carry = _Turn(jnp.bool_(False), _nothing(state, proposal), state.cache)
+    if len(widths) == 1:
+        carry = at(n, carry)
+        return carry.verified, carry.cache
+    longest = jnp.max(jnp.where(state.finished, 0, counts))
+    chosen = jnp.searchsorted(jnp.array(widths), longest)
+    # Loops of at most one turn: XLA updates a loop's caches in place but copies a conditional's.
+    for index, width in enumerate(widths):
+        carry = lax.while_loop(partial(_due, chosen == index), partial(at, width), carry)
+    return carry.verified, carry.cache
+
+
+class _Turn(NamedTuple):
+    """The verdict and the cache; valid once `done`."""
+
+    done: jax.Array
+    verified: Verified
+    cache: KVCache
+
+
+def _due(chosen: jax.Array, turn: _Turn) -> jax.Array:
+    return chosen & ~turn.done
+
+
+def _widths(n: int, least: int) -> list[int]:
+    """The widths of passes over up to n drafts, of which `least` always count."""
+    widths = [2**i - 1 for i in range(n.bit_length()) if least <= 2**i - 1 < n]
+    return [*widths, n]
+
+
+def _nothing(state: DecodeState, proposal: Proposal) -> Verified:
+    """A verdict of zeros in the shape of a whole proposal's."""
+    rows, n = proposal.tokens.shape
+    logits = jax.ShapeDtypeStruct((rows, n + 1, state.vocab_size), jnp.float32)
+    shapes = jax.eval_shape(_judge, state, proposal, logits)
+    zeros: Verified = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return zeros
+
+
+def _widen(values: jax.Array, whole: jax.Array) -> jax.Array:
+    """Pads a narrow verdict's values to the shape of a whole one's."""
+    missing = (there - here for here, there in zip(values.shape, whole.shape, strict=True))
+    return jnp.pad(values, [(0, each) for each in missing])
+
+
+def _judge(state: DecodeState, proposal: Proposal, logits: jax.Array) -> Verified:
+    """Judges a proposal by the target's logits, f32[B, N + 1, V]."""
+    choices, distributions = greedy(logits), _distributions(state, proposal, logits)
     if proposal.parents is None:
-        verified = _judge_chain(state, proposal, counts, logits)
+        verified = _judge_chain(state, proposal, logits, choices, distributions)
     else:
-        verified = _judge_tree(state, proposal, proposal.parents, counts, logits)
+        verified = _judge_tree(state, proposal, logits, choices, distributions)
     if state.logprobs is not None:
         behind = logits if verified.nodes is None else _along(logits, verified.nodes)
         scored = score_emitted(behind, verified.emitted, state.logprobs.k)
         verified = dataclasses.replace(verified, logprobs=scored)
-    return verified, cache
+    return verified
 
 
 def _judge_chain(
-    state: DecodeState, proposal: Proposal, counts: jax.Array, logits: jax.Array
+    state: DecodeState,
+    proposal: Proposal,
+    logits: jax.Array,
+    choices: jax.Array,
+    distributions: jax.Array | None,
 ) -> Verified:
-    tokens, choices = proposal.tokens, greedy(logits)
-    distributions = _distributions(state, proposal, logits)
-    if distributions is None:
-        accepted, emitted = greedy_match(tokens, counts, choices), choices
+    tokens, counts = proposal.tokens, proposal.counts
+    assert counts is not None
+    if distributions is None or proposal.distributions is None:
+        emitted = _own_tokens(state, proposal, choices, distributions)
+        accepted = matching_chain(tokens, counts, emitted)
     else:
         accepted, emitted = rejection_sample(
             state.round_keys(purpose=1), tokens, counts, proposal.distributions, distributions
@@ -75,31 +147,51 @@ def _judge_chain(
 def _judge_tree(
     state: DecodeState,
     proposal: Proposal,
-    parents: jax.Array,
-    counts: jax.Array,
     logits: jax.Array,
+    choices: jax.Array,
+    distributions: jax.Array | None,
 ) -> Verified:
-    tokens, choices = proposal.tokens, greedy(logits)
-    distributions = _distributions(state, proposal, logits)
+    tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
+    assert counts is not None and parents is not None
     meant = jnp.arange(tokens.shape[1]) < counts[:, None]
     if proposal.verifiable is not None:
         meant &= proposal.verifiable
-    if distributions is None:
-        accepted, nodes = greedy_path(tokens, parents, meant, choices)
-        emitted = _along(choices, nodes)
+    if distributions is None or proposal.distributions is None:
+        own = _own_tokens(state, proposal, choices, distributions)
+        accepted, nodes = matching_path(tokens, parents, meant, own)
+        emitted = _along(own, nodes)
     else:
         accepted, nodes, emitted = sample_path(
             state.round_keys(purpose=1), tokens, parents, meant,
             proposal.distributions, distributions,
         )  # fmt: skip
-        distributions = _along(distributions, nodes)
     last = jnp.max(nodes, axis=1, keepdims=True, initial=-1)
     return Verified(
         proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32), accepted=accepted,
         nodes=nodes, tested=accepted + jnp.any(meant & (parents == last), axis=1),
         emitted=emitted, count=accepted, logits=logits, choices=choices,
-        finite=_along(_finite(logits), nodes), distributions=distributions,
+        finite=_along(_finite(logits), nodes),
+        distributions=None if distributions is None else _along(distributions, nodes),
     )  # fmt: skip
+
+
+def _own_tokens(
+    state: DecodeState, proposal: Proposal, choices: jax.Array, distributions: jax.Array | None
+) -> jax.Array:
+    """The token that plain decoding would emit at each place, int32[B, N + 1].
+
+    A draw depends only on the row's key and the token's place in the text, so a draft that was
+    chosen without chance changes no output, sampled ones neither.
+    """
+    if distributions is None:
+        return choices
+    rows, places, vocabulary = distributions.shape
+    ahead = jnp.broadcast_to(jnp.arange(places), (rows, places))
+    if proposal.parents is not None:
+        depths = trees.depths(trees.ancestors(proposal.parents)) + 1
+        ahead = jnp.pad(depths, ((0, 0), (1, 0)))
+    keys = state.place_keys(ahead)
+    return draw(keys.reshape(-1), distributions.reshape(-1, vocabulary)).reshape(rows, places)
 
 
 def _finite(logits: jax.Array) -> jax.Array:
@@ -125,49 +217,6 @@ def _along(values: jax.Array, nodes: jax.Array) -> jax.Array:
     """Selects the entries along a path. values: [B, N + 1, …], of the last token and every node."""
     places = jnp.pad(nodes + 1, ((0, 0), (1, 0)))
     return jnp.take_along_axis(values, places.reshape(*places.shape, *[1] * (values.ndim - 2)), 1)
-
-
-def _score_proposal(
-    params: Params,
-    state: DecodeState,
-    proposal: Proposal,
-    activation: Activation,
-    layers: tuple[int, ...] | None,
-) -> tuple[jax.Array, KVCache]:
-    """Scores a proposal no wider than its longest row needs: 1, 3, 7, … drafts, or all."""
-    tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
-    n = tokens.shape[1]
-    if counts is None or n < 2:
-        return score(params, state, tokens, activation, layers, parents)
-    widths = [2**i - 1 for i in range(1, n.bit_length() + 1) if 2**i - 1 < n] + [n]
-
-    longest = jnp.max(jnp.where(state.finished, 0, counts))
-    chosen = jnp.searchsorted(jnp.array(widths), longest)
-
-    def at(width: int, carry: _Scored) -> _Scored:
-        narrow = dataclasses.replace(state, cache=carry.cache)
-        first = None if parents is None else parents[:, :width]
-        logits, cache = score(params, narrow, tokens[:, :width], activation, layers, first)
-        return _Scored(jnp.bool_(True), carry.logits.at[:, : width + 1].set(logits), cache)
-
-    # Loops of at most one turn: XLA updates a loop's caches in place but copies a conditional's.
-    logits = jnp.zeros((tokens.shape[0], n + 1, state.vocab_size))
-    carry = _Scored(jnp.bool_(False), logits, state.cache)
-    for index, width in enumerate(widths):
-        carry = lax.while_loop(partial(_due, chosen == index), partial(at, width), carry)
-    return carry.logits, carry.cache
-
-
-class _Scored(NamedTuple):
-    """Logits and cache of a proposal; valid once `done`."""
-
-    done: jax.Array
-    logits: jax.Array
-    cache: KVCache
-
-
-def _due(chosen: jax.Array, carry: _Scored) -> jax.Array:
-    return chosen & ~carry.done
 
 
 def score(

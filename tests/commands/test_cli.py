@@ -242,7 +242,7 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["generate", "x", "--draft-length", "0"], "draft_length must be at least 1, got 0"),
         (["generate", "x", "--temperature", "-1"], "temperature must be in"),
-        (["generate", "x", "--model", "tiny-16bit"], "--quantize rtn"),
+        (["generate", "x", "--model", "tiny-16bit", "--drafter", "qspec"], "--quantize rtn"),
         (
             ["generate", "x", "--drafter", "ngram", "--draft", "mxfp4"],
             "--draft goes with --drafter qspec, draft-model, layer-skip, got ngram",
@@ -256,7 +256,7 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         ),
         (
             ["generate", "x", "--drafter", "eagle"],
-            "drafter must be one of autoregressive, qspec",
+            "drafter must be one of auto, autoregressive, qspec",
         ),
         (
             ["generate", "x", "--drafter", "ngram", "--draft-option", "window=2"],

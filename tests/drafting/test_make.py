@@ -41,6 +41,7 @@ TEXTS: dict[str, tuple[str, object]] = {
     "a schedule (heuristic, adaptive) or none": ("heuristic", specjax.Heuristic()),
 }
 NAMED: dict[tuple[str, str], tuple[str, object]] = {
+    ("auto", "draft"): ("qspec:draft_length=2", specjax.QSpec(2)),
     ("draft-model", "share_cache"): ("true", True),
     ("prompt-lookup", "whole"): ("true", True),
     ("prompt-lookup", "shortest"): ("2", 2),
@@ -51,7 +52,7 @@ NAMED: dict[tuple[str, str], tuple[str, object]] = {
     ("multi-level", "outer"): ("qspec:activation=a4", specjax.QSpec(activation="a4")),
     ("multi-level", "inner"): ("spectra", specjax.Spectra()),
 }
-OBJECTS = {"params", "draft_tokenizer", "target_tokenizer", "datastore"}
+OBJECTS = {"costs", "params", "draft_tokenizer", "target_tokenizer", "datastore"}
 FIELDS = [(name, field) for name in DRAFTERS for field in options(name) if field not in OBJECTS]
 
 
@@ -122,7 +123,7 @@ def test_a_datastore_may_be_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("qspecs", {}, "drafter must be one of autoregressive, qspec, .*, got 'qspecs'"),
+        ("qspecs", {}, "drafter must be one of auto, autoregressive, qspec, .*, got 'qspecs'"),
         ("ngram", {"window": 3}, "ngram takes draft_length, ngram; got 'window'"),
         ("autoregressive", {"draft_length": 1}, "autoregressive takes no options; got 'draft_len"),
         ("layer-skip", {}, "layer-skip needs layers$"),

@@ -282,7 +282,8 @@ def test_options() -> None:
     assert isinstance(made["drafter"], specjax.MultiLevel)
     assert made["drafter"].outer == specjax.QSpec(4, "a4")
     assert (made["rows"], made["cache_bits"], made["seed"]) == (8, 8, 3)
-    assert read_options(batch_size="2")["drafter"] == specjax.QSpec(3, "a8")
+    assert read_options(batch_size="2")["drafter"] == specjax.Auto()
+    assert read_options(draft_length=2)["drafter"] == specjax.QSpec(2, "a8")
     assert read_options(batch_size="2")["rows"] == 2
     spectra = read_options(drafter="spectra", window=2, guesses=2, text="false")["drafter"]
     assert spectra == specjax.Spectra(window=2, guesses=2, text=False)
@@ -293,12 +294,12 @@ def test_options() -> None:
     [
         ({"draft_lenght": 3}, "qspec takes draft_length, .*; got 'draft_lenght'"),
         ({"model": "tiny-16bit"}, "qspec takes draft_length, .*; got 'model'"),
-        ({"drafter": "eagle"}, "drafter must be one of autoregressive, .* got 'eagle'"),
+        ({"drafter": "eagle"}, "drafter must be one of auto, .* got 'eagle'"),
         ({"group_size": 7}, "group_size must be 32, 64, 128 or none, got '7'"),
         ({"cache_bits": 5}, "cache_bits must be"),
         ({"drafter": "layer-skip"}, "needs --layers"),
         ({"layers": [0, 1]}, "qspec takes draft_length, .*; got 'layers'"),
-        ({"pretrained": "tiny-16bit"}, "the qspec drafter needs 4-bit ones"),
+        ({"pretrained": "tiny-16bit", "drafter": "qspec"}, "the qspec drafter needs 4-bit ones"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:

@@ -117,7 +117,7 @@ def test_models_own_stop_tokens_are_the_default(params, plain) -> None:
 
 
 def test_stats_add_up(params) -> None:
-    result = specjax.decode(params, PROMPTS, max_new_tokens=NEW)
+    result = specjax.decode(params, PROMPTS, max_new_tokens=NEW, drafter=specjax.QSpec())
     stats = jax.tree.map(np.asarray, result.stats)
     assert (stats.generated == NEW).all()
     assert (stats.drafted == 3 * stats.rounds).all()
@@ -217,7 +217,7 @@ def test_the_cache_is_updated_in_place(params, drafter) -> None:
 
 def test_unquantized_model_is_refused_with_advice() -> None:
     with pytest.raises(ValueError, match=r"specjax\.quantize"):
-        specjax.decode(random_model(), PROMPTS)
+        specjax.decode(random_model(), PROMPTS, drafter=specjax.QSpec())
 
 
 BAD = [

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import specjax
-from specjax.speculation.acceptance import greedy_match, rejection_sample
+from specjax.speculation.acceptance import matching_chain, rejection_sample
 from specjax.speculation.sampling import draw, greedy, probabilities
 from tests.support.random_models import CONFIG, quantized_model
 
@@ -115,12 +115,12 @@ def test_a_small_temperature_is_greedy_and_stays_finite() -> None:
     np.testing.assert_array_equal(got, np.eye(30)[np.argmax(logits, axis=-1)])
 
 
-def test_greedy_match_by_brute_force() -> None:
+def test_matching_by_brute_force() -> None:
     """All drafts of three tokens over a vocabulary of three, against a plain loop."""
     drafts = np.array(list(itertools.product(range(3), repeat=3)), np.int32)
     logits = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
     choices = logits.argmax(-1)
-    accepted = greedy_match(
+    accepted = matching_chain(
         jnp.asarray(drafts), jnp.full(27, 3), jnp.broadcast_to(jnp.asarray(choices), (27, 4))
     )
     for draft, count in zip(drafts, accepted, strict=True):

@@ -33,6 +33,7 @@ from specjax import (
     Sampling,
     Spectra,
 )
+from specjax.drafting.auto import Costs
 from specjax.drafting.datastore import Datastore
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
@@ -70,6 +71,10 @@ DRAFTERS = {
     "QSpec": specjax.QSpec(2, "a4"),
     "prompt lookup": PromptLookup(3),
     "n-grams": NGram(3),
+    "auto": specjax.Auto(
+        Costs(np.array([1, 1.01, 1.02, 1.5], np.float32), np.float32(0.02)),
+        specjax.LayerSkip((0,), 2),
+    ),
     "lookahead": Lookahead(3, 2, 2, capacity=64),
     "spectra and a corpus": Combined(
         Spectra(3, 2, 1, refine=0.5, capacity=64), Retrieval(STORE, depth=2, shortest=1), extra=6

@@ -313,7 +313,7 @@ def test_every_emitted_token_has_the_targets_distribution(kind) -> None:
     np.testing.assert_allclose(emitted, target * emitted.sum(1, keepdims=True), atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [independent, without_replacement])
 def test_outcomes_are_as_frequent_as_the_rule_says(kind) -> None:
     rng = np.random.default_rng(1)
     target = rng.dirichlet(np.ones(VOCABULARY), len(PARENTS) + 1)
@@ -325,14 +325,14 @@ def test_outcomes_are_as_frequent_as_the_rule_says(kind) -> None:
         """For every draft, and for as many samples of it."""
         return jnp.repeat(jnp.asarray(values), each, axis=0)
 
-    q = None if kind is without_chance else every([draft[2] for draft in drafts])
+    q = every([draft[2] for draft in drafts])
     rows = each * len(drafts)
     accepted, nodes, emitted = jax.jit(sample_path)(
         jax.random.split(jax.random.key(2), rows),
         every([draft[1] for draft in drafts]),
         jnp.broadcast_to(jnp.array(PARENTS, jnp.int32), (rows, len(PARENTS))),
         jnp.ones((rows, len(PARENTS)), bool),
-        None if q is None else q.astype(jnp.float32),
+        q.astype(jnp.float32),
         jnp.broadcast_to(jnp.asarray(target, jnp.float32), (rows, *target.shape)),
     )
     seen: dict[tuple, int] = defaultdict(int)

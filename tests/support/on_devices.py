@@ -96,7 +96,9 @@ def equal(
     where = mesh(data, tensor)
     if "sampling" in options:
         options["key"] = jax.random.key(5)
-    chosen = [None if drafter is None else drafter(place) for place in (_here, _onto(where))]
+    # Auto chooses for the rows of a device, so its counts depend on the mesh.
+    makes = drafter or (lambda place: specjax.QSpec() if params.quantized else specjax.NGram())
+    chosen = [makes(place) for place in (_here, _onto(where))]
     prompts = [[token % params.config.vocab_size for token in prompt] for prompt in PROMPTS]
     one, many = (
         specjax.decode(p, prompts, max_new_tokens=NEW, drafter=d, **options)
@@ -158,7 +160,9 @@ def many_prompts() -> None:
     divided = shard(RTN, mesh(2, 4))
     for chosen, rows in ((prompts, 4), (prompts[:3], 8)):  # 8 rows become 4, a multiple of the axis
         runs = [
-            specjax.decode_many(params, chosen, rows=rows, max_new_tokens=NEW, logprobs=2)
+            specjax.decode_many(
+                params, chosen, rows=rows, max_new_tokens=NEW, logprobs=2, drafter=specjax.QSpec()
+            )
             for params in (RTN, divided)
         ]
         for one, many in zip(*runs, strict=True):

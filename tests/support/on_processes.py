@@ -29,7 +29,8 @@ def main(port: str, process: int) -> None:
         divided = shard(params, mesh(data, tensor))
         for options in ({}, sampled) if data == 2 else ({},):
             one, all_devices = (
-                specjax.decode(p, PROMPTS, max_new_tokens=NEW, **options) for p in (params, divided)
+                specjax.decode(p, PROMPTS, max_new_tokens=NEW, drafter=specjax.QSpec(), **options)
+                for p in (params, divided)
             )
             jax.tree.map(np.testing.assert_array_equal, one, all_devices)
         report(decode=[data, tensor])

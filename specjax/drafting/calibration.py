@@ -1,0 +1,200 @@
+"""What passes cost on this machine, measured once per model and batch size and kept on disk.
+
+`Auto` weighs drafts by these costs. A file tells what it was measured on; one that is damaged, or
+of another machine, model or version, is measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import weakref
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.activations import Activation
+from pallas_kernels.cpu.sources import digest
+from specjax.drafting.auto import WIDTHS, Auto, Costs
+from specjax.drafting.qspec import QSpec
+from specjax.files.outputs import write_whole
+from specjax.files.user_cache import kept_files
+from specjax.model.kv_cache import KVCache
+from specjax.model.params import Params
+from specjax.speculation.state import DecodeState, Stats
+from specjax.speculation.timing import relative, seconds, verify_repeatedly
+from specjax.version import __version__
+
+_LEAST_BYTES = 32_000_000  # a smaller model is decoded faster than it is measured
+_CONTEXT = 128  # tokens in the cache while passes are timed
+_TURNS = 5
+_LONGEST = 5  # drafts of the model itself per round
+_LIKELY = 0.95  # an acceptance that the model's cheap reading may have
+
+_measured: dict[str, Costs] = {}  # by description, in this process
+# Describing a model takes a while, so its costs are also found by the object.
+_of_model: dict[tuple[int, int, int], tuple[weakref.ref[Params], Costs]] = {}
+
+
+def settled(
+    drafter: Auto, params: Params, rows: int, cache_bits: int, activation: Activation
+) -> Auto:
+    """Returns the drafter with costs, and with the model's cheap reading where it may pay.
+
+    Args:
+      drafter: costs and a draft that it has stay.
+      params: the model.
+      rows: the batch size.
+      cache_bits: bits per entry of the KV cache.
+      activation: of the target; the model's own drafts need a cheaper one.
+    """
+    if drafter.costs is not None:
+        return drafter
+    costs = costs_of(params, rows, cache_bits)
+    draft = drafter.draft
+    if draft is None and params.quantized and activation == "a16":
+        length = _best_length(costs)
+        draft = QSpec(length) if length else None
+    return dataclasses.replace(drafter, costs=costs, draft=draft)
+
+
+def costs_of(params: Params, rows: int, cache_bits: int = 16) -> Costs:
+    """Returns the costs of passes over a batch: measured before, measured now, or estimated.
+
+    A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
+    measured before are estimated.
+    """
+    rows = 1 << (rows - 1).bit_length()  # like batch sizes share a measurement
+    place = id(params), rows, cache_bits
+    known = _of_model.get(place)
+    if known is not None and known[0]() is params:
+        return known[1]
+    costs = _find_costs(params, rows, cache_bits)
+    _of_model[place] = weakref.ref(params, lambda _: _of_model.pop(place, None)), costs
+    return costs
+
+
+def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
+    if params.mesh is not None or params.nbytes < _LEAST_BYTES:
+        return Costs.usual(rows)
+    described = _description(params, rows, cache_bits)
+    name = hashlib.sha256(described.encode()).hexdigest()[:32]
+    if name not in _measured:
+        place = kept_files("costs")
+        found = None if place is None else _read(place / f"{name}.json", described)
+        if found is None:
+            if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
+                return Costs.usual(rows)
+            found = measure_costs(params, rows, cache_bits)
+            if place is not None:
+                _write(place / f"{name}.json", described, found)
+        _measured[name] = found
+    return _measured[name]
+
+
+def measure_costs(params: Params, rows: int, cache_bits: int = 16) -> Costs:
+    """Times the passes that `Auto` chooses among, in turns; a few seconds."""
+    holder = [_state(params, rows, cache_bits)]
+
+    def timer(drafts: int, activation: Activation) -> partial[float]:
+        return partial(
+            seconds,
+            lambda state, repeats: verify_repeatedly(
+                params, state, repeats, drafts, activation, None
+            ),
+            holder,
+        )
+
+    timers = [timer(width, "a16") for width in WIDTHS]
+    if params.quantized:
+        timers.append(timer(0, "a8"))
+    [costs], _ = relative([timers], _TURNS)
+    draft = costs[len(WIDTHS)] if params.quantized else 1.0
+    return Costs(np.array(costs[: len(WIDTHS)], np.float32), np.float32(draft))
+
+
+def _best_length(costs: Costs) -> int:
+    """The drafts of the model itself that gain the most where nearly all are kept; 0: none do."""
+    passes, draft = costs.passes.tolist(), float(costs.draft)
+    speeds = [1.0]
+    for length in range(1, _LONGEST + 1):
+        wide = next(cost for width, cost in zip(WIDTHS, passes, strict=True) if width >= length)
+        gained = sum(_LIKELY**n for n in range(length + 1))
+        speeds.append(gained / (length * draft + wide))
+    return speeds.index(max(speeds))
+
+
+def _state(params: Params, rows: int, cache_bits: int) -> DecodeState:
+    """A state in the middle of decoding; what its tokens are does not matter to time."""
+    capacity = _CONTEXT + 2 * WIDTHS[-1]
+    cache = KVCache.create(params.config, rows, capacity, cache_bits, params.num_kv_heads)
+    lengths = jnp.full(rows, _CONTEXT, jnp.int32)
+    return DecodeState(
+        tokens=jnp.zeros((rows, capacity), jnp.int32),
+        lengths=lengths,
+        limits=lengths + WIDTHS[-1],
+        finished=jnp.zeros(rows, bool),
+        failed=jnp.zeros(rows, bool),
+        cache=cache.with_lengths(lengths - 1),
+        keys=None,
+        draft=None,
+        stats=Stats.zeros(rows),
+        sampling=None,
+        stop_tokens=(),
+        vocab_size=params.config.vocab_size,
+    )
+
+
+def _description(params: Params, rows: int, cache_bits: int) -> str:
+    """All that costs depend on, as text."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = " ".join(f"{leaf.dtype}{leaf.shape}" for leaf in leaves)
+    return json.dumps({
+        "version": __version__,
+        "kernels": digest(),
+        "machine": _machine(),
+        "model": hashlib.sha256(f"{structure} {shapes}".encode()).hexdigest(),
+        "rows": rows,
+        "cache_bits": cache_bits,
+    })  # fmt: skip
+
+
+@cache
+def _machine() -> str:
+    """The device's kind; for a CPU, its name and the number of its cores at hand."""
+    kind: str = jax.devices()[0].device_kind
+    if jax.default_backend() != "cpu":
+        return kind
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{kind} {names[0] if names else ''} {cores}"
+
+
+def _read(file: Path, described: str) -> Costs | None:
+    """The costs in a file; None unless it holds some for this description."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        passes, draft = [float(each) for each in found["passes"]], float(found["draft"])
+        fits = found["measured on"] == described and len(passes) == len(WIDTHS)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    if not fits or not all(0 < each < math.inf for each in (*passes, draft)):
+        return None
+    return Costs(np.array(passes, np.float32), np.float32(draft))
+
+
+def _write(file: Path, described: str, costs: Costs) -> None:
+    """Keeps costs; nothing happens where the disk takes none."""
+    found = {"measured on": described, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
+    try:
+        write_whole(file, json.dumps(found))
+    except OSError:
+        return

@@ -1,0 +1,212 @@
+"""Auto: the output is plain decoding's, sampled too, and it drafts where that pays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specjax
+from specjax.drafting import calibration
+from specjax.drafting.auto import Costs
+from specjax.drafting.suffix import longest_match
+from specjax.generation.decoding import start
+from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import DecodeState, Verified
+from tests.support.random_models import CONFIG, quantized_model, random_model
+
+PARAMS = quantized_model()
+REPEATED = np.tile(np.array([[5, 6, 7, 8], [9, 4, 9, 3], [2, 2, 3, 2]], np.int32), (1, 4))
+NEW = 24
+
+
+def costs(passes: list[float], draft: float) -> Costs:
+    return Costs(np.array(passes, np.float32), np.float32(draft))
+
+
+FREE, DEAR = costs([1, 1, 1, 1], 0.01), costs([1, 9, 9, 9], 9)
+# A draft of the model that costs less than the text's guesses are worth.
+OWN = costs([1, 1.01, 1.02, 1.5], 0.02)
+CHOICES = {
+    "text": specjax.Auto(FREE),
+    "nothing": specjax.Auto(DEAR),
+    "its model": specjax.Auto(OWN, specjax.QSpec(3, "a8")),
+    "coarse": specjax.Auto(OWN, specjax.QSpec(5, "a4")),
+    "some layers": specjax.Auto(OWN, specjax.LayerSkip((0,), 2)),
+}
+
+
+def decode(drafter: specjax.Drafter, sampling: Sampling | None = None) -> specjax.DecodeResult:
+    key = None if sampling is None else jax.random.key(7)
+    return specjax.decode(
+        PARAMS, REPEATED, max_new_tokens=NEW, drafter=drafter, sampling=sampling, key=key,
+        stop_tokens=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sampling", [None, Sampling(temperature=0.6, top_k=8)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("name", CHOICES)
+def test_output_is_that_of_plain_decoding(name: str, sampling: Sampling | None) -> None:
+    plain = decode(specjax.Autoregressive(), sampling)
+    ours = decode(CHOICES[name], sampling)
+    np.testing.assert_array_equal(ours.tokens, plain.tokens)
+    assert (int(ours.stats.drafted.sum()) == 0) == (name == "nothing")
+
+
+DETERMINISTIC = {
+    "prompt lookup": specjax.PromptLookup(4),
+    "n-grams": specjax.NGram(3),
+    "lookahead": specjax.Lookahead(3, 2, 2, capacity=64),
+    "spectra": specjax.Spectra(3, 2, 2, capacity=64),
+}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_drafts_without_chance_leave_the_sampled_tokens_as_they_are(name: str) -> None:
+    sampling = Sampling(temperature=0.4, top_p=0.9, repetition_penalty=1.1)
+    plain = decode(specjax.Autoregressive(), sampling)
+    ours = decode(DETERMINISTIC[name], sampling)
+    np.testing.assert_array_equal(ours.tokens, plain.tokens)
+    assert int(ours.stats.accepted.sum()) > 0, "a case that tests nothing"
+
+
+def test_rows_in_a_queue_sample_what_they_sample_alone() -> None:
+    options = {
+        "max_new_tokens": 10, "sampling": Sampling(temperature=0.7), "stop_tokens": (),
+        "drafter": CHOICES["its model"],
+    }  # fmt: skip
+    keys = jax.random.split(jax.random.key(3), 3)
+    together = specjax.decode_many(PARAMS, REPEATED.tolist(), rows=2, key=keys, **options)
+    for row, result in enumerate(together):
+        alone = specjax.decode(PARAMS, REPEATED[row], key=keys[row : row + 1], **options)
+        np.testing.assert_array_equal(result.tokens, alone.tokens[0])
+
+
+def test_the_default_decodes_every_model() -> None:
+    """A 16-bit model has no cheap reading of its weights; its text still drafts."""
+    model = random_model(CONFIG)
+    plain = specjax.decode(model, REPEATED, max_new_tokens=8, drafter=specjax.Autoregressive())
+    np.testing.assert_array_equal(
+        specjax.decode(model, REPEATED, max_new_tokens=8).tokens, plain.tokens
+    )
+
+
+def test_a_refused_model_is_tried_again() -> None:
+    """Its drafts are forgotten in rounds without any, until they promise something again."""
+    drafter = CHOICES["its model"]
+    state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
+    refused = state._replace(kept=state.kept.at[:, -1].set(0.0))
+    rates = []
+    for _ in range(100):
+        refused = drafter.observe(refused, _verified(rows=3))
+        rates.append(float(refused.kept[0, -1] / refused.tested[0, -1]))
+    assert rates[0] < 0.1 and rates[-1] > 0.8 and rates == sorted(rates)
+
+
+def test_what_the_text_proposed_is_judged_without_a_draft() -> None:
+    drafter = CHOICES["nothing"]
+    state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
+    match = longest_match(jnp.asarray(REPEATED), jnp.full(3, REPEATED.shape[1]), 8, 7)
+    state = state._replace(match=match)
+    right = _verified(rows=3, emitted=match.tokens[:, :1], count=1)
+    wrong = _verified(rows=3, emitted=match.tokens[:, :1] + 1, count=1)
+    rates = [
+        np.asarray(after.kept / after.tested)[:, 3]
+        for after in (state, drafter.observe(state, right), drafter.observe(state, wrong))
+    ]
+    assert (rates[2] < rates[0]).all() and (rates[0] < rates[1]).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_match_is_the_longest_and_the_last(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, rng.integers(1, 5, endpoint=True), (3, 40)).astype(np.int32)
+    lengths = rng.integers(1, 40, 3, endpoint=True)
+    match = longest_match(jnp.asarray(tokens), jnp.asarray(lengths), 4, 5)
+    for row, length in enumerate(lengths):
+        text = tokens[row, :length].tolist()
+        best = (0, 0)
+        for end in range(length - 1):
+            same = 0
+            while same < min(4, end + 1) and text[end - same] == text[length - 1 - same]:
+                same += 1
+            best = max(best, (same, end))
+        follow = text[best[1] + 1 : best[1] + 6] if best[0] else []
+        assert int(match.length[row]) == best[0]
+        assert match.tokens[row, : int(match.counts[row])].tolist() == follow
+
+
+def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(calibration, "kept_files", lambda kind: tmp_path)
+    times: list[int] = []
+
+    def measured(params: specjax.Params, rows: int, bits: int) -> Costs:
+        times.append(rows)
+        return FREE
+
+    def found(rows: int) -> Costs:
+        monkeypatch.setattr(calibration, "_measured", {})
+        monkeypatch.setattr(calibration, "_of_model", {})
+        return calibration.costs_of(PARAMS, rows)
+
+    monkeypatch.setattr(calibration, "measure_costs", measured)
+    for rows in (3, 4, 4, 5):
+        np.testing.assert_array_equal(found(rows).passes, FREE.passes)
+    assert times == [4, 8]
+    files = sorted(tmp_path.iterdir())
+    whole = [json.loads(file.read_text()) for file in files]
+    for text in ("", "[]", json.dumps(whole[0] | {"passes": [1, 2]}),
+                 json.dumps(whole[0] | {"draft": float("nan")}),
+                 json.dumps(whole[0] | {"measured on": "another machine"})):  # fmt: skip
+        for file in files:
+            file.write_text(text)
+        times.clear()
+        found(4), found(8)
+        assert times == [4, 8], text
+
+
+def test_passes_are_timed_and_nothing_is_inside_jit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = calibration.measure_costs(PARAMS, rows=2)
+    assert found.passes.shape == (4,) and found.passes[0] == 1
+    assert (found.passes > 0).all() and found.draft > 0
+    monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(calibration, "_measured", {})
+    monkeypatch.setattr(calibration, "_of_model", {})
+    monkeypatch.setattr(calibration, "kept_files", lambda kind: None)
+    inside = jax.jit(lambda x: x + calibration.costs_of(PARAMS, 2).passes.sum())
+    assert float(inside(0.0)) == pytest.approx(Costs.usual(2).passes.sum())
+
+
+@pytest.mark.parametrize("draft", [specjax.QSpec(2, overwrite=False),
+                                   specjax.QSpec(2, schedule=specjax.Heuristic()),
+                                   specjax.NGram()], ids=repr)  # fmt: skip
+def test_a_draft_that_cannot_be_left_out_for_a_round_is_refused(draft: specjax.Drafter) -> None:
+    with pytest.raises(ValueError, match="draft of an Auto must draft on the target's KV cache"):
+        specjax.Auto(draft=draft)
+
+
+def _state(tokens: np.ndarray) -> DecodeState:
+    return start(PARAMS, tokens, max_new_tokens=4, drafter=specjax.Autoregressive())
+
+
+def _verified(rows: int, emitted: jax.Array | None = None, count: int = 1) -> Verified:
+    zeros = jnp.zeros(rows, jnp.int32)
+    tokens = jnp.zeros((rows, 1), jnp.int32) if emitted is None else emitted
+    tokens = jnp.pad(tokens, ((0, 0), (0, 8 - tokens.shape[1])))
+    return Verified(
+        proposed=tokens, drafted=zeros, accepted=zeros, tested=zeros, emitted=tokens,
+        count=zeros + count, logits=None, choices=tokens, finite=tokens > -1, nodes=None,
+        distributions=None,
+    )  # fmt: skip
