@@ -105,7 +105,9 @@ def decode(
     for _ in range(2):
         begin = time.perf_counter()
         result = jax.block_until_ready(
-            specjax.decode(params, prompt, max_new_tokens=new, stop_tokens=())
+            specjax.decode(
+                params, prompt, max_new_tokens=new, drafter=specjax.QSpec(), stop_tokens=()
+            )
         )
         seconds = time.perf_counter() - begin
     return result, seconds
@@ -123,9 +125,10 @@ def device_bytes(tree: Any) -> Counter[jax.Device]:
 def collectives(
     params: specjax.Params, prompt: np.ndarray, new: int, **options: Any
 ) -> Counter[tuple[tuple[str, Any], ...]]:
-    """The collectives in the compiled program of `decode`: kind, resulting array and its bytes."""
+    """The collectives in `decode`'s compiled program with QSpec: kind, resulting array, its bytes."""
     program = jax.jit(specjax.decode, static_argnames="max_new_tokens")
-    text = program.lower(params, prompt, max_new_tokens=new, **options).compile().as_text()
+    options = {"max_new_tokens": new, "drafter": specjax.QSpec(), **options}
+    text = program.lower(params, prompt, **options).compile().as_text()
     found: Counter[tuple[tuple[str, Any], ...]] = Counter()
     # An instruction reads "%name = bf16[2,8]{1,0} all-gather(…)"; several results are in brackets.
     for results, kind in re.findall(rf"= (\(?.*?\)?) ({COLLECTIVES})(?:-start)?\(", text):

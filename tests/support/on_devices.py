@@ -144,7 +144,9 @@ def a4(place: Callable[[Any], Any]) -> Any:
 def rounds_one_by_one() -> None:
     """`start` and `step` give a divided model the same states."""
     drafter, divided = specjax.QSpec(), shard(RTN, mesh(2, 4))
-    states = [start(params, PROMPTS, max_new_tokens=NEW) for params in (RTN, divided)]
+    states = [
+        start(params, PROMPTS, max_new_tokens=NEW, drafter=drafter) for params in (RTN, divided)
+    ]
     for _ in range(3):
         (one, seen), (many, seen_there) = (
             step(params, state, drafter)
