@@ -7,8 +7,11 @@ requests from standard input, a line of JSON each, and answers each with a line:
 
     {"prompts": [[1, 2], [3]], "new_tokens": 64, "stop": [2]}
     {"tokens": [[…], […]], "read_seconds": 0.1, "step_seconds": 0.5, "steps": 63}
+    {"texts": ["Once upon a time"]}
+    {"ids": [[6403, 3814, 253, 655]], "version": "0.3.36"}
 
-`read_seconds` end with the first new token of every prompt, `step_seconds` hold all others.
+`read_seconds` end with the first new token of every prompt, `step_seconds` hold all others. `ids`
+are the token ids of texts.
 Every call runs all cores. With `--once`, it prints the first token that follows a text, and ends.
 
     python -m benchmarks.peers.llama_cpp_texts MODEL.gguf [--once TEXT]
@@ -84,7 +87,10 @@ class Texts:
 
 
 def answer(model: llama.llama_model_p, request: dict[str, Any]) -> dict[str, Any]:
-    """Continues the prompts of a request until each ends, or has its new tokens."""
+    """Encodes the texts of a request, or continues its prompts until each ends or has enough."""
+    if "texts" in request:
+        ids = [encode(model, text) for text in request["texts"]]
+        return {"ids": ids, "version": llama.__version__}
     prompts, new, stop = request["prompts"], request["new_tokens"], set(request["stop"])
     texts = Texts(model, prompts, new)
     places = [(row, i, token) for row, ids in enumerate(prompts) for i, token in enumerate(ids)]

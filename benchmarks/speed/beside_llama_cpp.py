@@ -17,7 +17,6 @@ exactly that text.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import numpy as np
 import specjax
 from benchmarks.support.common import ROOT, pad, parser, table, write
 from benchmarks.support.instruct import MODEL, prompts, target
+from benchmarks.support.llama_cpp_process import LlamaCpp
 from checkpoints_tools.sources import locate
 
 PEER = "llama.cpp"
@@ -42,31 +42,9 @@ DRAFTERS: dict[str, specjax.Drafter] = {
 Timed = dict[str, Callable[[], float]]  # seconds of one turn, by the engine's name
 
 
-class Peer:
-    """llama.cpp in a process of its own."""
-
-    def __init__(self, python: str) -> None:
-        command = [python, "-m", "benchmarks.peers.llama_cpp_texts", str(locate(MODEL))]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, asked: list[list[int]], new_tokens: int, stop: tuple[int, ...]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"prompts": asked, "new_tokens": new_tokens, "stop": list(stop)}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 def main() -> None:
     options = _options()
-    peer = Peer(options.peer)
+    peer = LlamaCpp(options.peer)
     text = (options.data / "texts" / "wikitext2_valid.txt").read_text()
     ids = specjax.load_tokenizer(MODEL).encode(text)
     rows: list[dict[str, Any]] = []
@@ -119,13 +97,13 @@ def _turns(timed: Timed, repeats: int) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns) for name in timed}
 
 
-def _read(peer: Peer, ids: list[int], options: Any) -> list[dict[str, Any]]:
+def _read(peer: LlamaCpp, ids: list[int], options: Any) -> list[dict[str, Any]]:
     rows = []
     for length in options.read:
         asked = [ids[:length]]
         seconds = _turns(
             {
-                PEER: lambda asked=asked: peer.ask(asked, 1, ())["read_seconds"],
+                PEER: lambda asked=asked: peer.continued(asked, 1, ())["read_seconds"],
                 "specjax": lambda asked=asked: _seconds(asked, DRAFTERS["specjax"], 1),
             },
             options.repeats,
@@ -138,13 +116,15 @@ def _read(peer: Peer, ids: list[int], options: Any) -> list[dict[str, Any]]:
     return _beside(rows)
 
 
-def _generate(peer: Peer, ids: list[int], options: Any) -> list[dict[str, Any]]:
+def _generate(peer: LlamaCpp, ids: list[int], options: Any) -> list[dict[str, Any]]:
     """64 tokens after the first; specjax's time for the first is measured apart and taken off."""
     rows, new = [], 64
     for batch in options.batch:
         starts = range(0, batch * options.context, options.context)
         asked = [ids[start : start + options.context] for start in starts]
-        timed: Timed = {PEER: lambda asked=asked: peer.ask(asked, new + 1, ())["step_seconds"]}
+        timed: Timed = {
+            PEER: lambda asked=asked: peer.continued(asked, new + 1, ())["step_seconds"]
+        }
         for name, drafter in DRAFTERS.items():
             timed[name] = lambda asked=asked, drafter=drafter: (
                 _seconds(asked, drafter, new + 1) - _seconds(asked, drafter, 1)
@@ -184,12 +164,12 @@ def _first(options: Any) -> list[dict[str, Any]]:
     return _beside([{**case, "engine": name, "seconds": each} for name, each in seconds.items()])
 
 
-def _texts(peer: Peer, options: Any) -> list[dict[str, Any]]:
+def _texts(peer: LlamaCpp, options: Any) -> list[dict[str, Any]]:
     """How many greedy answers of 64 tokens are the same, by kind, and where the others part."""
     stop = tuple(target("gguf").config.stop_tokens)
     found: dict[str, list[int]] = {}
     for kind, ids in prompts(options.data, options.prompts, 256):
-        theirs = peer.ask([ids], 64, stop)["tokens"][0]
+        theirs = peer.continued([ids], 64, stop)["tokens"][0]
         result = _decode([ids], DRAFTERS["specjax"], 64, None)
         ours = np.asarray(result.tokens)[0, len(ids) : int(result.lengths[0])].tolist()
         pairs = zip(ours, theirs, strict=False)
