@@ -261,6 +261,8 @@ SECTIONS = (
     Section("exactness.logits", "*logits", "Logits beside transformers on torch",
             "SmolLM2's GGUF file, which transformers dequantizes itself; WikiText-2. *near tie*: "
             "the largest distance of the two first choices where they differ."),
+    Section("exactness.tokens", "*_tokens", "Token ids beside llama.cpp",
+            "Lines of real text and odd ones, encoded by the tokenizer in SmolLM2's GGUF file."),
     Section("exactness.chi_square", "chi_square*", "Sampled texts",
             "100,000 sampled texts per drafter against their exact distribution."),
     Section("speed.instruct_drafters", "smollm2_drafters*", "Drafters of a real instruct model",
