@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from benchmarks.support.pages import largest_batch
 from benchmarks.support.results import RESULTS, Rows, load, select
@@ -16,6 +17,7 @@ def draw(folder: Path) -> None:
     """Every picture, into `folder`."""
     plt.rcParams.update({"legend.fontsize": 8, "axes.grid": True, "grid.alpha": 0.3})
     greedy = load("epyc/compression_greedy").rows
+    _instruct(folder / "instruct.png")
     _gains(folder / "gains.png")
     _acceptance(load("epyc/outputs_tiny_8").rows, folder / "acceptance-tiny.png")
     _lengths(load("epyc/drafters_lengths").rows, folder / "draft-lengths.png")
@@ -34,6 +36,38 @@ def _save(figure: Any, path: Path) -> None:
     # No version of matplotlib in the file: the same results make the same bytes.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
+
+
+def _instruct(path: Path) -> None:
+    """SmolLM2's speed-up over plain decoding on real prompts, with intervals."""
+    from benchmarks.support.quotes import INSTRUCT, instruct
+
+    lines = instruct()
+    figure, axes = _figure(0.9 + 0.45 * len(lines))
+    heights = np.linspace(-0.27, 0.27, len(INSTRUCT))
+    for height, name, color in zip(
+        heights, INSTRUCT, ("#3b6ea8", "#7fa8d1", "#c98b3c"), strict=True
+    ):
+        rows = [(place + height, line[name]) for place, line in enumerate(lines) if line[name]]
+        values = [row["speedup"] for _, row in rows]
+        spread = [
+            [abs(row[f"speedup_{end}"] - row["speedup"]) for _, row in rows]
+            for end in ("low", "high")
+        ]
+        places = [place for place, _ in rows]
+        axes.barh(places, values, 0.25, xerr=spread, color=color, label=name, ecolor="0.3")
+    axes.axvline(1, color="0.2", linewidth=1, zorder=0)
+    names = [f"{line['drafter']}\n{line['model']}" for line in lines]
+    axes.set_yticks(range(len(lines)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper right")
+    environment = load(INSTRUCT["batch 1"]).environment
+    axes.set_xlabel(
+        "speed-up over plain decoding of the same model (the line)\nSmolLM2-135M-Instruct, "
+        f"real prompts, {environment['cores']} cores of an {environment['processor']}", fontsize=8,
+    )  # fmt: skip
+    _save(figure, path)
 
 
 def _gains(path: Path) -> None:

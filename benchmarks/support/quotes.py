@@ -119,6 +119,43 @@ def _gains() -> str:
     return table(lines, list(lines[0]))
 
 
+# SmolLM2's files of results, by the column that README shows.
+INSTRUCT = {
+    "batch 1": "epyc/smollm2_drafters_1",
+    "batch 1, at 0.7": "epyc/smollm2_drafters_1_sampled",
+    "batch 8": "epyc/smollm2_drafters_8",
+}
+BITS = {"gguf": "4 bits", "bfloat16": "bfloat16"}
+
+
+def instruct() -> list[dict[str, Any]]:
+    """SmolLM2's drafters on real prompts, what loses at batch 1 first; a result per column."""
+    columns = {name: select(load(file).rows, kind="all") for name, file in INSTRUCT.items()}
+    first = [row for row in columns["batch 1"] if not row["drafter"].startswith("plain")]
+    lines = []
+    for row in sorted(first, key=lambda row: row["speedup"]):
+        drafter = row["drafter"]
+        line = {"drafter": drafter.partition(", 16 bits")[0], "model": BITS[row["target"]]}
+        for name, rows in columns.items():
+            line[name] = next(iter(select(rows, drafter=drafter)), None)
+        lines.append(line)
+    return lines
+
+
+def _instruct() -> str:
+    lines = instruct()
+    for line in lines:
+        line |= {name: _with_interval(line[name]) for name in INSTRUCT}
+    return table(lines, list(lines[0]))
+
+
+def _with_interval(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    middle, low, high = (row[f"speedup{end}"] for end in ("", "_low", "_high"))
+    return f"{middle:.2f}× ({low:.2f} – {high:.2f})"
+
+
 def _spectra() -> str:
     """Tokens per verification of drafters without a model."""
     greedy, sampled = load("epyc/compression_greedy").rows, load("epyc/compression").rows
@@ -189,6 +226,7 @@ def _tiny_losses() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "gains": _gains,
+    "instruct": _instruct,
     "spectra": _spectra,
     "refinement": _refinement,
     "schemes": _schemes,
