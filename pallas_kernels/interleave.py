@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats import Weight
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import Bfloat12Weight, some_bits
+from pallas_kernels.formats import Bfloat16Weight, Weight
 
-TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors use part of a tile
 # The arrays of a weight that have a row per output, and the number of their values in a word.
 PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}
 
@@ -49,8 +50,11 @@ def is_interleaved(weight: Weight) -> bool:
 
 
 def by_rows(weight: AnyWeight) -> AnyWeight:
-    """Stores a weight row by row: the inverse of `interleave`."""
-    if not is_interleaved(weight):
+    """Stores a weight row by row: the inverse of `interleave`.
+
+    A `Bfloat12Weight` has no other order and is returned unchanged.
+    """
+    if not is_interleaved(weight) or isinstance(weight, Bfloat12Weight):
         return weight
     n = weight.shape[0]
     arrays = {name: _by_rows(array, per_word)[:n] for name, array, per_word in _matrices(weight)}
@@ -58,7 +62,7 @@ def by_rows(weight: AnyWeight) -> AnyWeight:
     return stored
 
 
-def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
+def some_rows(weight: Weight, indices: jax.Array) -> Weight:
     """Returns some rows of a weight, stored row by row.
 
     Args:
@@ -66,8 +70,10 @@ def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
       indices: int[R], in 0 … N - 1.
 
     Returns:
-      (R, K).
+      (R, K). Of a `Bfloat12Weight` they are a `Bfloat16Weight`.
     """
+    if isinstance(weight, Bfloat12Weight):
+        return Bfloat16Weight(some_bits(weight, indices))
 
     def take(array: jax.Array, per_word: int) -> jax.Array:
         if not is_interleaved(weight):
@@ -78,7 +84,7 @@ def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
 
     arrays = {name: take(array, per_word) for name, array, per_word in _matrices(weight)}
     change = partial(some_rows, indices=indices)
-    rows: AnyWeight = _replace(weight, change, out_features=None, **arrays)
+    rows: Weight = _replace(weight, change, out_features=None, **arrays)
     return rows
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS
 from pallas_kernels.formats import (
     SCALE_DTYPES,
+    Bfloat12Weight,
     Bfloat16Weight,
     Int8Weight,
     Mxfp4Weight,
@@ -23,6 +26,9 @@ def check_arrays(weight: Weight) -> None:
         return
     if isinstance(weight, Bfloat16Weight):
         _check("bits", weight.bits, weight.bits.shape[:2], ("uint16",))
+        return
+    if isinstance(weight, Bfloat12Weight):
+        _check_bfloat12(weight)
         return
     n, k = weight.shape
     check_group_size(weight.group_size)
@@ -52,6 +58,16 @@ def check_arrays(weight: Weight) -> None:
     _check("columns", columns, (inner.shape[1],), ("int32",))
     if inner.shape[0] != n:
         raise ValueError(f"outliers must have {n} outputs, got {inner.shape[0]}")
+
+
+def _check_bfloat12(weight: Bfloat12Weight) -> None:
+    n, k = weight.shape
+    tiles = -(-n // TILE)
+    words = 3 * -(-k // BLOCK_INPUTS)
+    _check("packed", weight.packed, (tiles, words, 4 * TILE), ("uint8",))
+    palettes = (tiles, -(-k // PALETTE_INPUTS), PALETTE)
+    _check("palettes", weight.palettes, palettes, ("uint8",))
+    _check("escapes", weight.escapes, (tiles, *weight.escapes.shape[1:2]), ("uint32",))
 
 
 def _check(name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

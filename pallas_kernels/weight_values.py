@@ -5,11 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bfloat12 import some_bits
 from pallas_kernels.formats import (
+    Bfloat12Weight,
     Bfloat16Weight,
     Int4Weight,
     Mxfp4Weight,
     Quantized,
+    Unquantized,
     Weight,
     group_scales,
     integers,
@@ -19,8 +22,10 @@ from pallas_kernels.interleave import by_rows, some_rows
 from pallas_kernels.rounding import rounded_product
 
 
-def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
+def plain_values(weight: Unquantized) -> jax.Array:
     """The values of an unquantized weight: bf16 or f32[N, K]. Inverts `formats.plain_weight`."""
+    if isinstance(weight, Bfloat12Weight):
+        weight = Bfloat16Weight(some_bits(weight, jnp.arange(weight.shape[0], dtype=jnp.int32)))
     weight = by_rows(weight)
     if isinstance(weight, Bfloat16Weight):
         return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
