@@ -60,8 +60,8 @@ class Bfloat12Weight(Arrays):
 
     @property
     def out_features(self) -> int:
-        """N, as of an interleaved weight."""
-        return TILE * self.packed.shape[0] - self.padded_outputs
+        """N, as of an interleaved weight; in a stack too."""
+        return TILE * self.packed.shape[-3] - self.padded_outputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,23 +69,26 @@ class Bfloat12Weight(Arrays):
         return self.out_features, self.in_features
 
 
-def bfloat12(bits: jax.Array | np.ndarray) -> tuple[Bfloat12Weight | None, int]:
+def bfloat12(
+    bits: jax.Array | np.ndarray, most_escapes: float = MOST_ESCAPES
+) -> tuple[Bfloat12Weight | None, int]:
     """Encodes a bfloat16 matrix.
 
     Args:
       bits: uint16[N, K], not traced.
+      most_escapes: the largest share of its values that may be escapes.
 
     Returns:
-      The weight, or None if more than `MOST_ESCAPES` of its values are escapes or it has more than
-      `MOST_INPUTS` inputs; and the number of escapes.
+      The weight, or None if it has more escapes or more than `MOST_INPUTS` inputs; and the number
+      of escapes.
     """
     held = np.asarray(bits)
     n, k = held.shape
     if k > MOST_INPUTS:
         return None, 0
     parts = [_encode(part) for part in _tiles(held)]
-    count = sum(np.count_nonzero(found != NO_ESCAPE) for _, _, found in parts)
-    if count > MOST_ESCAPES * held.size:
+    count = sum(int(np.count_nonzero(found != NO_ESCAPE)) for _, _, found in parts)
+    if count > most_escapes * held.size:
         return None, count
     most = max(found.shape[1] for _, _, found in parts)
     packed, palettes = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
