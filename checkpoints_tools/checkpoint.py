@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints_tools.gguf.tokenizer import read_gguf_tokenizer
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
@@ -36,6 +38,7 @@ from pallas_kernels.formats import (
     Weight,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.weight_checks import check_arrays
 from specjax.checks import Check, Number, Whole, printable, shown
 from specjax.files.atomic_directory import recover, replacing
@@ -57,10 +60,16 @@ FORMATS = {
     "mxfp4": Mxfp4Weight,
     "int8": Int8Weight,
     "outliers": Outliers,
+    "bfloat12": Bfloat12Weight,
+    "nested": NestedWeight,
 }
 _CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "minima", "outliers", "order")  # parts that a weight may lack
-_STATIC: Mapping[str, Check] = {"in_features": SIZE, "activation_clip": Number(1, above=0)}
+_STATIC: Mapping[str, Check] = {
+    "in_features": SIZE,
+    "activation_clip": Number(1, above=0),
+    "padded_outputs": Whole(0, TILE - 1),
+}
 IN_MEMORY = ("out_features",)  # fields of interleaved weights; on disk, no weight is interleaved
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -260,9 +269,10 @@ def put_together(
 
 def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> Weight:
     """Returns the weight. Raises ValueError unless it has this shape and matches its format."""
-    for field, check in _STATIC.items():
-        if hasattr(weight, field):
-            check(f"{field} of {name}", getattr(weight, field))
+    for part in (weight.exact, weight.draft) if isinstance(weight, NestedWeight) else (weight,):
+        for field, check in _STATIC.items():
+            if hasattr(part, field):
+                check(f"{field} of {name}", getattr(part, field))
     if weight.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {weight.shape}")
     check_arrays(weight)

@@ -92,15 +92,17 @@ def bfloat12(
         return None, count
     most = max(found.shape[1] for _, _, found in parts)
     packed, palettes = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    escapes = np.concatenate([with_room(found, most) for _, _, found in parts])
-    arrays = (jnp.asarray(each) for each in (packed, palettes, escapes))
-    return Bfloat12Weight(*arrays, in_features=k, padded_outputs=-n % TILE), count
+    escapes = np.concatenate([_filled(found, most) for _, _, found in parts])
+    arrays = jnp.asarray(packed), jnp.asarray(palettes), jnp.asarray(escapes)
+    return Bfloat12Weight(*arrays, k, -n % TILE), count
 
 
-def with_room(escapes: np.ndarray, count: int) -> np.ndarray:
-    """Fills the rows of a list of escapes: uint32[T, E] -> uint32[T, count]."""
-    missing = count - escapes.shape[1]
-    return np.pad(escapes, ((0, 0), (0, missing)), constant_values=NO_ESCAPE)
+def with_room(weight: Bfloat12Weight, count: int) -> Bfloat12Weight:
+    """Returns the same weight with room for `count` escapes in every tile."""
+    if weight.escapes.shape[1] == count:
+        return weight
+    escapes = jnp.asarray(_filled(np.asarray(weight.escapes), count))
+    return dataclasses.replace(weight, escapes=escapes)
 
 
 def some_bits(weight: Bfloat12Weight, indices: jax.Array) -> jax.Array:
@@ -129,6 +131,12 @@ def some_bits(weight: Bfloat12Weight, indices: jax.Array) -> jax.Array:
     high = high.at[at].set(escapes.astype(jnp.uint8), mode="drop")
     bits = high.astype(jnp.uint16) << 8 | low.astype(jnp.uint16)
     return bits[:, : weight.in_features]
+
+
+def _filled(escapes: np.ndarray, count: int) -> np.ndarray:
+    """uint32[T, E] -> uint32[T, count]."""
+    missing = count - escapes.shape[1]
+    return np.pad(escapes, ((0, 0), (0, missing)), constant_values=NO_ESCAPE)
 
 
 def _tiles(bits: np.ndarray) -> Iterator[np.ndarray]:
@@ -161,8 +169,8 @@ def _pack(low: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """The words of both: uint8[N, K] twice -> uint8[T, words, 64]."""
     n, k = low.shape
     padding = ((0, -n % TILE), (0, -k % BLOCK_INPUTS))
-    halves = [np.pad(each, padding).reshape(-1, TILE, -(-k // BLOCK_INPUTS), 2, 4) for each in (low, codes)]
-    low, codes = (each[..., _ORDER] for each in halves)  # [T, TILE, blocks, 2, 4]
+    shape = -(-n // TILE), TILE, -(-k // BLOCK_INPUTS), 2, 4
+    low, codes = (np.pad(each, padding).reshape(shape)[..., _ORDER] for each in (low, codes))
     third = codes[..., :1, :] | codes[..., 1:, :] << 4
     words = np.concatenate((low, third), axis=3).reshape(len(low), TILE, -1, 4)
     return words.swapaxes(1, 2).reshape(len(low), -1, TILE * 4)

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import Activation, quantize_activations
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import (
     PLANE,
-    Bfloat12Weight,
     Int8Weight,
     Mxfp4Weight,
     Quantized,

@@ -16,7 +16,6 @@ from pallas_kernels.bfloat12 import (
     NO_ESCAPE,
     Bfloat12Weight,
     bfloat12,
-    some_bits,
     with_room,
 )
 from pallas_kernels.cpu.native import instruction_sets
@@ -129,11 +128,7 @@ def test_values_that_are_not_finite() -> None:
 
 def test_a_stack_whose_matrices_differ_in_escapes() -> None:
     both = [encoded(random_bits(70, 300, escapes)) for escapes in (0, 0.02)]
-    most = max(weight.escapes.shape[1] for weight in both)
-    wide = [
-        dataclasses.replace(w, escapes=jnp.asarray(with_room(np.asarray(w.escapes), most)))
-        for w in both
-    ]
+    wide = [with_room(weight, max(each.escapes.shape[1] for each in both)) for weight in both]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *wide)
     x = random_rows(3, 300)
     for index, weight in enumerate(both):

@@ -85,28 +85,31 @@ class Escapes {
   int64_t input_ = kNever, sought_ = 0;  // of the next escape, and the last one that was sought
 };
 
-// Decodes `inputs` inputs, whole blocks, from input `first` on, of the kLanes outputs from `row`
-// on: to[i * stride] is word i. Those outside the weight are finite. kFloats: words are float32,
-// otherwise pairs of bfloat16.
+// Decodes `inputs` inputs, whole blocks of one piece, from input `first` on, of the kLanes outputs
+// from `row` on: to[i * stride] is word i. Those outside the weight are finite. kFloats: words are
+// float32, otherwise pairs of bfloat16.
 template <bool kFloats>
 inline void decode_blocks(const Weight& w, int64_t row, int64_t first, int inputs, Escapes& escapes,
                           Word* to, int stride) {
   constexpr int kPerWord = kFloats ? 1 : 2;
   const int64_t lane = row % kTileRows, line_bytes = kTileRows * 4;
-  const uint8_t* tile = w.data + (row - lane) * w.row_bytes + lane * 4;
-  for (int64_t input = first; input < first + inputs; input += kBlockInputs) {
-    const int64_t line = input / kBlockInputs * kBlockLines;
-    Block block{};
-    const bool inside = row < w.n && 4 * line < w.row_bytes;
-    block.palette = inside ? palette_of(w, row, input) : w.palettes;
-    for (int i = 0; i < kBlockLines && inside; ++i) {
-      block.words[i] = load<Word>(tile + (line + i) * line_bytes);
+  const int64_t line = first / kBlockInputs * kBlockLines;
+  const int64_t left = row < w.n ? (w.row_bytes / 4 - line) / kBlockLines : 0;  // blocks
+  const uint8_t* from = w.data + (row - lane) * w.row_bytes + line * line_bytes + lane * 4;
+  const uint8_t* palette = left > 0 ? palette_of(w, row, first) : w.palettes;
+  Word* word = to;
+  for (int64_t i = 0; i < inputs / kBlockInputs; ++i, from += kBlockLines * line_bytes) {
+    Block block{{}, palette};
+    if (__builtin_expect(i < left, 1)) {
+      SPECJAX_UNROLL for (int l = 0; l < kBlockLines; ++l) {
+        block.words[l] = load<Word>(from + l * line_bytes);
+      }
     }
-    Word* word = to + (input - first) / kPerWord * stride;
-    SPECJAX_UNROLL for (int i = 0; i < kBlockInputs / kPerWord; ++i) {
-      const Word pair = pair_of(block, i * kPerWord / 2);
-      word[i * stride] = kFloats ? half_of(pair, i % 2) : pair;
+    SPECJAX_UNROLL for (int w = 0; w < kBlockInputs / kPerWord; ++w) {
+      const Word pair = pair_of(block, w * kPerWord / 2);
+      word[w * stride] = kFloats ? half_of(pair, w % 2) : pair;
     }
+    word += kBlockInputs / kPerWord * stride;
   }
   if (row >= w.n) return;
   escapes.seek(first);
