@@ -44,7 +44,7 @@ from specjax.checks import Check, Number, Whole, printable, shown
 from specjax.files.atomic_directory import recover, replacing
 from specjax.files.json_objects import as_object, read_object
 from specjax.model.config import SIZE, ModelConfig
-from specjax.model.parallel import check_model, weight_spec
+from specjax.model.parallel import check_model, gets_whole_tiles, weight_spec
 from specjax.model.params import Params, check_is_params
 from specjax.model.room import check_weights
 from specjax.model.weight_names import each_weight, params_from_weights, weight_shapes
@@ -163,6 +163,12 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
             name: _checked(put_together(name, formats.get(name), arrays), name, shape)
             for name, shape in weight_shapes(config).items()
         }
+        for name, weight in weights.items():
+            if mesh is not None and not gets_whole_tiles(weight, mesh):
+                raise ValueError(
+                    f"{name} has {weight.shape[0]} outputs in tiles of {TILE}, which the tensor "
+                    "axis does not divide; load it without a mesh and call specjax.parallel.shard"
+                )
     return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
 
 
