@@ -30,7 +30,7 @@ from specjax.model.params import Params, stored
 from specjax.model.sizes import weight_bytes
 from specjax.model.weight_names import is_block_matrix, named_weights
 from tests.checkpoints.test_checkpoint import assert_same
-from tests.conftest import ROOT
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
 pytestmark = pytest.mark.optimized
@@ -39,6 +39,17 @@ TIED = dataclasses.replace(BF16, tie_word_embeddings=True)
 METHODS = ("bfloat12", "nested16", "nested16+mxfp4", "nested16+gptq")
 PROMPTS = random_prompts((9, 4, 13), BF16.vocab_size)
 NEW = 24
+
+
+DRAFTERS = [
+    specjax.Autoregressive(),
+    specjax.QSpec(3, "a8"),
+    specjax.PromptLookup(4),
+    specjax.MultiLevel(specjax.QSpec(4, "a8"), specjax.NGram(2)),
+    specjax.QSpec(2, "a4"),
+    specjax.Auto(),
+    specjax.LayerSkip((0,), 2),
+]
 
 
 @functools.cache
@@ -55,10 +66,6 @@ def exact_model(method: str, tied: bool = False) -> Params:
     if method.endswith("gptq"):
         calibration = np.random.default_rng(0).integers(0, BF16.vocab_size, (4, 32))
     return specjax.quantize(plain_model(tied), method, group_size=64, calibration=calibration)
-
-
-def stories() -> Params:
-    return specjax.load(ROOT.parent / "shared" / "data" / "models" / "stories260K")
 
 
 def same_bits(one: Params, other: Params) -> None:
@@ -86,9 +93,10 @@ def test_every_matrix_is_exact(method: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-16bit", "stories260K"])
-def test_real_models_come_back(name: str) -> None:
-    params = specjax.load(name) if name == "tiny-16bit" else stories()
-    params = specjax.dequantize(params, "bfloat16")
+def test_real_models_come_back(name: str, request: pytest.FixtureRequest) -> None:
+    if name == "stories260K":
+        name = str(request.getfixturevalue("data") / "models" / name / "hf")
+    params = specjax.dequantize(specjax.load(name), "bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same_bits(specjax.dequantize(specjax.quantize(params, "bfloat12")), params)
@@ -101,7 +109,7 @@ def test_its_bytes() -> None:
         exact = specjax.quantize(params, method, group_size=64)
         assert low < exact.nbytes / params.nbytes <= high
         counted = weight_bytes(params.config, method, group_size=64)
-        assert counted <= exact.nbytes < 1.001 * counted
+        assert counted <= exact.nbytes < 1.005 * counted  # the rest are escapes
     shape = ModelConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
         num_kv_heads=8, head_dim=128, max_position_embeddings=8192, dtype="bfloat16",
@@ -110,19 +118,7 @@ def test_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        specjax.Autoregressive(),
-        specjax.QSpec(3, "a8"),
-        specjax.QSpec(2, "a4"),
-        specjax.PromptLookup(4),
-        specjax.Auto(),
-        specjax.MultiLevel(specjax.QSpec(4, "a8"), specjax.NGram(2)),
-        specjax.LayerSkip((0,), 2),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("drafter", representatives(DRAFTERS, *DRAFTERS[:4]), ids=repr)
 def test_greedy_output_is_the_plain_models(drafter: specjax.Drafter, tied: bool) -> None:
     options = {"max_new_tokens": NEW, "logprobs": 2}
     plain = specjax.decode(plain_model(tied), PROMPTS, drafter=specjax.Autoregressive(), **options)
@@ -199,21 +195,22 @@ def test_a_matrix_that_does_not_fit_stays_in_16_bits() -> None:
     with pytest.warns(UserWarning, match=r"embedding stays in 16 bits: \d+ of its 6848 values"):
         made = specjax.quantize(odd, "nested16")
     assert isinstance(made.embedding, Bfloat16Weight)
-    same_bits(specjax.dequantize(made), odd)
+    assert_same(specjax.dequantize(made), odd)
     tied = dataclasses.replace(odd, lm_head=None, config=TIED)
     with pytest.warns(UserWarning, match="stays in 16 bits"):
         made = specjax.quantize(tied, "nested16")
     assert isinstance(made.embedding, NestedWeight)
     assert isinstance(made.embedding.exact, Bfloat16Weight)
-    same_bits(specjax.dequantize(made), tied)
+    assert_same(specjax.dequantize(made), tied)
 
 
 def test_quantizing_an_exact_model_is_quantizing_the_plain_one() -> None:
+    """The embedding and the head, which stay as they are, stay in 12 bits."""
+    expected = specjax.dequantize(specjax.quantize(plain_model(False), "rtn"))
     for method in METHODS[:2]:
-        assert_same(
-            specjax.quantize(exact_model(method), "rtn"),
-            specjax.quantize(plain_model(False), "rtn"),
-        )
+        made = specjax.quantize(exact_model(method), "rtn")
+        assert not isinstance(made.layers[0].q.weight, NestedWeight)
+        assert_same(specjax.dequantize(made), expected)
 
 
 @pytest.mark.parametrize(
