@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints_tools.gguf.tokenizer import read_gguf_tokenizer
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
@@ -36,12 +38,13 @@ from pallas_kernels.formats import (
     Weight,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.weight_checks import check_arrays
 from specjax.checks import Check, Number, Whole, printable, shown
 from specjax.files.atomic_directory import recover, replacing
 from specjax.files.json_objects import as_object, read_object
 from specjax.model.config import SIZE, ModelConfig
-from specjax.model.parallel import check_model, weight_spec
+from specjax.model.parallel import check_model, gets_whole_tiles, weight_spec
 from specjax.model.params import Params, check_is_params
 from specjax.model.room import check_weights
 from specjax.model.weight_names import each_weight, params_from_weights, weight_shapes
@@ -57,10 +60,16 @@ FORMATS = {
     "mxfp4": Mxfp4Weight,
     "int8": Int8Weight,
     "outliers": Outliers,
+    "bfloat12": Bfloat12Weight,
+    "nested": NestedWeight,
 }
 _CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "minima", "outliers", "order")  # parts that a weight may lack
-_STATIC: Mapping[str, Check] = {"in_features": SIZE, "activation_clip": Number(1, above=0)}
+_STATIC: Mapping[str, Check] = {
+    "in_features": SIZE,
+    "activation_clip": Number(1, above=0),
+    "padded_outputs": Whole(0, TILE - 1),
+}
 IN_MEMORY = ("out_features",)  # fields of interleaved weights; on disk, no weight is interleaved
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -154,6 +163,12 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Params:
             name: _checked(put_together(name, formats.get(name), arrays), name, shape)
             for name, shape in weight_shapes(config).items()
         }
+        for name, weight in weights.items():
+            if mesh is not None and not gets_whole_tiles(weight, mesh):
+                raise ValueError(
+                    f"{name} has {weight.shape[0]} outputs in tiles of {TILE}, which the tensor "
+                    "axis does not divide; load it without a mesh and call specjax.parallel.shard"
+                )
     return dataclasses.replace(params_from_weights(config, weights), mesh=mesh)
 
 
@@ -260,9 +275,10 @@ def put_together(
 
 def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> Weight:
     """Returns the weight. Raises ValueError unless it has this shape and matches its format."""
-    for field, check in _STATIC.items():
-        if hasattr(weight, field):
-            check(f"{field} of {name}", getattr(weight, field))
+    for part in (weight.exact, weight.draft) if isinstance(weight, NestedWeight) else (weight,):
+        for field, check in _STATIC.items():
+            if hasattr(part, field):
+                check(f"{field} of {name}", getattr(part, field))
     if weight.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {weight.shape}")
     check_arrays(weight)

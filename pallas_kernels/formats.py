@@ -12,8 +12,9 @@ follow the stored order.
 For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.interleave`). The shapes
 below are those of a weight stored row by row.
 
-Other modules hold the values of weights (`pallas_kernels.weight_values`), quantization methods
-(`checkpoints_tools.quantization`) and arithmetic (`pallas_kernels.matmul`).
+Two formats have modules of their own: a bfloat16 matrix in 12 bits a weight (`bfloat12`), and a
+matrix in two planes (`nested`). Other modules hold the values of weights (`weight_values`),
+quantization methods (`checkpoints_tools.quantization`) and arithmetic (`matmul`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arrays import Arrays
+from pallas_kernels.bfloat12 import Bfloat12Weight
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.settings import own_settings
 
 PLANE = 128  # inputs per nibble plane
@@ -39,18 +43,9 @@ def padded_inputs(k: int) -> int:
     return -(-k // BLOCK) * BLOCK
 
 
-class _Arrays:
-    """Properties that all formats share."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int8Weight(_Arrays):
+class Int8Weight(Arrays):
     """An 8-bit matrix, g = k // group_size:
 
         w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g]
@@ -101,7 +96,7 @@ class Outliers:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int4Weight(_Arrays):
+class Int4Weight(Arrays):
     """A 4-bit matrix, g = k // group_size:
 
         w[n, k] = (q[n, k] - zeros[n, g]) · scales[n, g]
@@ -143,7 +138,7 @@ class Int4Weight(_Arrays):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Mxfp4Weight(_Arrays):
+class Mxfp4Weight(Arrays):
     """An MXFP4 matrix (OCP Microscaling): w[n, k] = e2m1(code[n, k]) · 2^(scales[n, g] - 127),
     g = k // 32.
 
@@ -172,7 +167,7 @@ class Mxfp4Weight(_Arrays):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Bfloat16Weight(_Arrays):
+class Bfloat16Weight(Arrays):
     """A bfloat16 matrix, stored as its bits.
 
     XLA:CPU would keep a float32 copy of a bfloat16 array.
@@ -192,12 +187,18 @@ class Bfloat16Weight(_Arrays):
 
 
 Quantized = Int4Weight | Mxfp4Weight | Int8Weight
-Weight = jax.Array | Bfloat16Weight | Quantized
+Unquantized = jax.Array | Bfloat16Weight | Bfloat12Weight
+Weight = Unquantized | Quantized | NestedWeight
 
 
 def is_format(value: object) -> bool:
     """Whether a value is a weight in one of the formats, not an array or another tree."""
-    return isinstance(value, Bfloat16Weight | Quantized)
+    return isinstance(value, Bfloat16Weight | Bfloat12Weight | Quantized | NestedWeight)
+
+
+def has_cheap_reading(weight: Weight) -> bool:
+    """Whether products may take 8- or 4-bit activations: the weight is quantized or nested."""
+    return isinstance(weight, Quantized | NestedWeight)
 
 
 def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:

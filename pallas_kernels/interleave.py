@@ -14,15 +14,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats import Weight
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import Bfloat12Weight, some_bits
+from pallas_kernels.formats import Bfloat16Weight, Weight
+from pallas_kernels.nested import NestedWeight
 
-TILE = 16  # the 32-bit lanes of AVX-512; narrower vectors use part of a tile
 # The arrays of a weight that have a row per output, and the number of their values in a word.
 PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}
 
@@ -34,6 +36,8 @@ def interleave(weight: AnyWeight) -> AnyWeight:
 
     Plain arrays are returned unchanged, and so are matrices whose rows are not whole words.
     """
+    if isinstance(weight, NestedWeight):
+        return cast(AnyWeight, _both_planes(weight, interleave))
     if isinstance(weight, jax.Array) or is_interleaved(weight):
         return weight
     if any(array.shape[1] % per_word for _, array, per_word in _matrices(weight)):
@@ -45,12 +49,19 @@ def interleave(weight: AnyWeight) -> AnyWeight:
 
 def is_interleaved(weight: Weight) -> bool:
     """Whether a weight's rows are interleaved."""
+    if isinstance(weight, NestedWeight):
+        return is_interleaved(weight.exact) and is_interleaved(weight.draft)
     return not isinstance(weight, jax.Array) and weight.out_features is not None
 
 
 def by_rows(weight: AnyWeight) -> AnyWeight:
-    """Stores a weight row by row: the inverse of `interleave`."""
-    if not is_interleaved(weight):
+    """Stores a weight row by row: the inverse of `interleave`.
+
+    A `Bfloat12Weight` has no other order and is returned unchanged.
+    """
+    if isinstance(weight, NestedWeight):
+        return cast(AnyWeight, _both_planes(weight, by_rows))
+    if not is_interleaved(weight) or isinstance(weight, Bfloat12Weight):
         return weight
     n = weight.shape[0]
     arrays = {name: _by_rows(array, per_word)[:n] for name, array, per_word in _matrices(weight)}
@@ -58,7 +69,7 @@ def by_rows(weight: AnyWeight) -> AnyWeight:
     return stored
 
 
-def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
+def some_rows(weight: Weight, indices: jax.Array) -> Weight:
     """Returns some rows of a weight, stored row by row.
 
     Args:
@@ -66,8 +77,13 @@ def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
       indices: int[R], in 0 … N - 1.
 
     Returns:
-      (R, K).
+      (R, K). Those of a `Bfloat12Weight` are a `Bfloat16Weight`; those of a `NestedWeight` are its
+      exact plane's.
     """
+    if isinstance(weight, NestedWeight):
+        return some_rows(weight.exact, indices)
+    if isinstance(weight, Bfloat12Weight):
+        return Bfloat16Weight(some_bits(weight, indices))
 
     def take(array: jax.Array, per_word: int) -> jax.Array:
         if not is_interleaved(weight):
@@ -78,8 +94,12 @@ def some_rows(weight: AnyWeight, indices: jax.Array) -> AnyWeight:
 
     arrays = {name: take(array, per_word) for name, array, per_word in _matrices(weight)}
     change = partial(some_rows, indices=indices)
-    rows: AnyWeight = _replace(weight, change, out_features=None, **arrays)
+    rows: Weight = _replace(weight, change, out_features=None, **arrays)
     return rows
+
+
+def _both_planes(weight: NestedWeight, change: Callable[[Any], Any]) -> NestedWeight:
+    return NestedWeight(change(weight.exact), change(weight.draft))
 
 
 def _matrices(weight: Any) -> Iterator[tuple[str, jax.Array, int]]:

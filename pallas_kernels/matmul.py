@@ -23,8 +23,10 @@ from pallas_kernels.formats import (
     Quantized,
     Weight,
     check_one_offset,
+    has_cheap_reading,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
 from pallas_kernels.settings import own_settings
@@ -92,12 +94,13 @@ def matmul(
 
     Args:
       x: bf16 or f32[..., K].
-      weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight` or `Bfloat16Weight` of shape (N, K), or a
-        plain bf16 or f32[N, K], alone or `Stacked`; or a tuple of weights, for which x is
-        quantized once.
+      weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight`, `Bfloat16Weight`, `Bfloat12Weight` or
+        `NestedWeight` of shape (N, K), or a plain bf16 or f32[N, K], alone or `Stacked`; or a tuple
+        of weights, for which x is quantized once.
       activation: "a16" dequantizes the weight and takes x as it is. "a8" and "a4" quantize x per
         token and group and multiply integers. Outlier columns then take 8 bits, and a weight's
-        `activation_clip` applies to "a4". An unquantized weight accepts only "a16".
+        `activation_clip` applies to "a4". An unquantized weight accepts only "a16". A nested
+        weight's exact plane serves "a16", its draft plane the others.
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:
@@ -109,10 +112,20 @@ def matmul(
     weights = weight if isinstance(weight, tuple) else (weight,)
     check_activation(activation)
     _check(x, weights, activation, implementation)
+    weights = tuple(_plane(each, activation) for each in weights)
     kernel = _by_platform if implementation is None else IMPLEMENTATIONS[implementation]
     products = _products(x.reshape(-1, x.shape[-1]), weights, activation, kernel)
     products = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
     return products if isinstance(weight, tuple) else products[0]
+
+
+def _plane(weight: Matrix, activation: Activation) -> Matrix:
+    """The plane of a nested weight that a product reads; other weights as they are."""
+    if isinstance(weight, Stacked):
+        return Stacked(cast(Weight, _plane(weight.stack, activation)), weight.index)
+    if not isinstance(weight, NestedWeight):
+        return weight
+    return weight.exact if activation == "a16" else weight.draft
 
 
 def _products(
@@ -151,6 +164,7 @@ def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kerne
 
 def reads_all_alike(weight: Weight, activation: Activation) -> bool:
     """Whether kernels can read x unchanged: the weight has no outliers, no order and no clip."""
+    weight = cast(Weight, _plane(weight, activation))
     return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
 
@@ -212,7 +226,7 @@ def _check(
             raise ValueError(f"x must end in the weight's {weight.shape[1]} inputs, got {x.shape}")
         if isinstance(held, Int4Weight | Int8Weight):
             check_one_offset(held.zeros, held.minima)
-        if activation != "a16" and not isinstance(held, Quantized):
+        if activation != "a16" and not has_cheap_reading(held):
             raise ValueError(
                 f"activation {activation!r} needs a quantized weight, got a 16- or 32-bit one"
             )

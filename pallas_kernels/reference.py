@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import Activation, quantize_activations
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import (
     PLANE,
     Int8Weight,
@@ -37,6 +38,7 @@ from pallas_kernels.formats import (
     padded_inputs,
     zero_points,
 )
+from pallas_kernels.interleave import some_rows
 from pallas_kernels.rounding import rounded_product
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.weight_values import dequantize
@@ -69,6 +71,9 @@ def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> 
     chunks = -(-n // chunk)
 
     def part(start: jax.Array) -> jax.Array:
+        if isinstance(weight, Bfloat12Weight):
+            return product(some_rows(weight, start + jnp.arange(chunk, dtype=jnp.int32)))
+
         def rows(leaf: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(leaf, start, chunk)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS, Bfloat12Weight
 from pallas_kernels.formats import (
     SCALE_DTYPES,
     Bfloat16Weight,
+    Int4Weight,
     Int8Weight,
     Mxfp4Weight,
     Weight,
@@ -14,6 +17,7 @@ from pallas_kernels.formats import (
     check_one_offset,
     padded_inputs,
 )
+from pallas_kernels.nested import NestedWeight
 
 
 def check_arrays(weight: Weight) -> None:
@@ -23,6 +27,12 @@ def check_arrays(weight: Weight) -> None:
         return
     if isinstance(weight, Bfloat16Weight):
         _check("bits", weight.bits, weight.bits.shape[:2], ("uint16",))
+        return
+    if isinstance(weight, Bfloat12Weight):
+        _check_bfloat12(weight)
+        return
+    if isinstance(weight, NestedWeight):
+        _check_planes(weight)
         return
     n, k = weight.shape
     check_group_size(weight.group_size)
@@ -52,6 +62,29 @@ def check_arrays(weight: Weight) -> None:
     _check("columns", columns, (inner.shape[1],), ("int32",))
     if inner.shape[0] != n:
         raise ValueError(f"outliers must have {n} outputs, got {inner.shape[0]}")
+
+
+def _check_planes(weight: NestedWeight) -> None:
+    if not isinstance(weight.exact, Bfloat12Weight | Bfloat16Weight):
+        raise ValueError(f"an exact plane must be bfloat16, got {type(weight.exact).__name__}")
+    if not isinstance(weight.draft, Int4Weight | Mxfp4Weight):
+        raise ValueError(f"a draft plane must have 4 bits, got {type(weight.draft).__name__}")
+    if weight.exact.shape != weight.draft.shape:
+        raise ValueError(
+            f"both planes must be of one matrix, got {weight.exact.shape} and {weight.draft.shape}"
+        )
+    check_arrays(weight.exact)
+    check_arrays(weight.draft)
+
+
+def _check_bfloat12(weight: Bfloat12Weight) -> None:
+    n, k = weight.shape
+    tiles = -(-n // TILE)
+    words = 3 * -(-k // BLOCK_INPUTS)
+    _check("packed", weight.packed, (tiles, words, 4 * TILE), ("uint8",))
+    palettes = (tiles, -(-k // PALETTE_INPUTS), PALETTE)
+    _check("palettes", weight.palettes, palettes, ("uint8",))
+    _check("escapes", weight.escapes, (tiles, *weight.escapes.shape[1:2]), ("uint32",))
 
 
 def _check(name: str, array: jax.Array, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

@@ -5,22 +5,32 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bfloat12 import Bfloat12Weight, some_bits
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
     Mxfp4Weight,
     Quantized,
+    Unquantized,
     Weight,
     group_scales,
     integers,
     zero_points,
 )
 from pallas_kernels.interleave import by_rows, some_rows
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.rounding import rounded_product
 
 
-def plain_values(weight: jax.Array | Bfloat16Weight) -> jax.Array:
-    """The values of an unquantized weight: bf16 or f32[N, K]. Inverts `formats.plain_weight`."""
+def plain_values(weight: Unquantized | NestedWeight) -> jax.Array:
+    """The values of an unquantized weight: bf16 or f32[N, K]. Inverts `formats.plain_weight`.
+
+    A nested weight's are those of its exact plane.
+    """
+    if isinstance(weight, NestedWeight):
+        weight = weight.exact
+    if isinstance(weight, Bfloat12Weight):
+        weight = Bfloat16Weight(some_bits(weight, jnp.arange(weight.shape[0], dtype=jnp.int32)))
     weight = by_rows(weight)
     if isinstance(weight, Bfloat16Weight):
         return jax.lax.bitcast_convert_type(weight.bits, jnp.bfloat16)

@@ -16,6 +16,12 @@ Methods with calibration text:
     awq                scales and clipping, then round to nearest
     atom               order and outliers, then round to nearest, clipped
 
+Methods that keep a bfloat16 model exactly, head and embedding included:
+
+    bfloat12           12 bits a weight (`pallas_kernels.bfloat12`)
+    nested16           the same, and a 4-bit plane that drafts: rounded by rtn-clip, or as
+                       "nested16+gptq", "nested16+mxfp4" … say
+
 "awq+" and "quarot+" go before any rounding, "atom+" before the roundings to 4 bits. "quarot" alone
 means "quarot+rtn"; "awq+gptq" rounds AWQ's scaled weights by GPTQ, and so on.
 """
@@ -50,14 +56,15 @@ def quantize(
       params: a model in 16 or 32 bits.
       method: "rtn", "rtn-clip", "int8", "mxfp4" or "mxfp4-even" without data; "gptq", "gptq-clip",
         "awq" or "atom" with calibration text. "quarot+", "awq+", "atom+" and "act-order+" go
-        before other methods.
+        before other methods. "bfloat12" and "nested16" keep a bfloat16 model exactly.
       group_size: inputs per scale: 32, 64, 128 or None (one scale per output). If it does not
         divide a layer's inputs, the last group is shorter. MXFP4 always has groups of 32.
       bits: the width of the integers: 4; 3 and 2 are a narrower range in 4-bit storage, for
         experiments.
       lm_head: quantize the output projection too. If it is tied to the embedding, a quantized copy
         of the embedding becomes the head, `config.tie_word_embeddings` becomes False, and the
-        look-up of tokens keeps the original embedding.
+        look-up of tokens keeps the original embedding. The exact methods always take the head and
+        the embedding, and leave them tied.
       calibration: int32[S, T], S sequences of T tokens, for the methods that need them
         (`specjax.calibration_tokens` makes them from text); None for the others.
 

@@ -9,7 +9,9 @@ from functools import partial
 
 import jax
 
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, is_format
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.settings import own_settings
 from pallas_kernels.weight_values import dequantize as values_of
 from pallas_kernels.weight_values import plain_values
@@ -76,7 +78,7 @@ def _plain(weight: Weight, dtype: str) -> Weight:
 
 def _is_plain(weight: Weight, dtype: str) -> bool:
     """Whether a weight, or a stack of weights, is in 16 or 32 bits already."""
-    if isinstance(weight, Quantized):
+    if isinstance(weight, Quantized | Bfloat12Weight | NestedWeight):
         return False
     return dtype == ("bfloat16" if isinstance(weight, Bfloat16Weight) else weight.dtype.name)
 

@@ -28,7 +28,8 @@ from checkpoints_tools.quantization.calibration import (
     observe,
     observe_head,
 )
-from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.exact import in_12_bits
+from checkpoints_tools.quantization.recipe import GPTQ, Recipe
 from pallas_kernels.formats import Quantized, Weight
 from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.config import ModelConfig
@@ -93,7 +94,7 @@ def quantize_layers(
     head = embedding if tied and not config.tie_word_embeddings else None
     if signs is not None:
         embedding = quarot.rotate_rows(plain("embedding", embedding), signs)
-    yield "embedding", embedding
+    yield "embedding", _embedding(embedding, recipe, tied)
     finished, hidden = watcher.restore()
     if tokens is not None and hidden is None:
         hidden = embed(embedding, tokens, config)
@@ -119,7 +120,7 @@ def quantize_layers(
     if signs is not None:
         head = quarot.rotate_rows(plain(HEAD, head), final_norm.astype(jnp.float32) * signs)
         final_norm = jnp.ones_like(final_norm)
-    if lm_head:
+    if lm_head or recipe.exact is not None:
         read = None if hidden is None else observe_head(final_norm, hidden, config)
         head = recipe.round("lm_head", plain(HEAD, head), read)
     yield HEAD, head
@@ -128,11 +129,35 @@ def quantize_layers(
 def quantized_config(config: ModelConfig, recipe: Recipe, lm_head: bool) -> ModelConfig:
     """The configuration of the quantized model. A quantized head is not tied to the embedding.
 
-    Raises ValueError if the recipe rotates a model that is rotated already.
+    A method that keeps the model exactly has every matrix in its format, so a tied head stays tied.
+    Raises ValueError if the recipe rotates a model that is rotated already, or keeps bfloat16 where
+    the model has another dtype.
     """
+    if recipe.exact is not None:
+        if config.dtype != "bfloat16":
+            raise ValueError(
+                f"method {recipe.method!r} keeps bfloat16 matrices, and the model's dtype is "
+                f"{config.dtype}; specjax.dequantize(params, 'bfloat16') rounds it"
+            )
+        return config
     if recipe.has("quarot"):
         config = quarot.rotated_config(config)
     return dataclasses.replace(config, tie_word_embeddings=False) if lm_head else config
+
+
+def _embedding(weight: Weight, recipe: Recipe, tied: bool) -> Weight:
+    """The embedding as the quantized model holds it: changed by exact methods alone.
+
+    One that is tied drafts as the head; its draft plane is rounded without data.
+    """
+    if recipe.exact is None:
+        return weight
+    values = _requantized("embedding", weight)
+    if recipe.exact == "nested16" and tied:
+        if recipe.rounding in GPTQ:
+            recipe = dataclasses.replace(recipe, method="nested16")
+        return recipe.round("embedding", values)
+    return in_12_bits("embedding", values)
 
 
 def _part(item: tuple[str, Weight]) -> list[str]:

@@ -2,6 +2,9 @@
 
     [quarot+][awq+][atom+ or act-order+]rounding     "quarot", "awq" and "atom" may stand alone
 
+    bfloat12                                         exact, in 12 bits
+    nested16[+rounding]                              exact in 12 bits, and rounded in 4 that draft
+
 The parts before the rounding change the weights that are rounded, but not the model's function:
 they rotate the whole model, move scales between its layers, or reorder a weight's columns. With
 QuaRot and Atom, "a4" clips activations to 0.9 of their group's largest magnitude, the ratio of both
@@ -17,16 +20,20 @@ import jax.numpy as jnp
 
 from checkpoints_tools.quantization.atom import WEIGHT_CLIP, mix_precisions
 from checkpoints_tools.quantization.calibration import InputStatistics
+from checkpoints_tools.quantization.exact import in_12_bits, nested
 from checkpoints_tools.quantization.gptq import round_by_gptq
 from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
 from checkpoints_tools.quantization.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
-from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, check_group_size
+from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, Weight, check_group_size
 from specjax.checks import shown
 
 TRANSFORMS = ("quarot", "awq", "atom", "act-order")  # in the order in which they apply
 INTEGER_ROUNDINGS = ("rtn", "rtn-clip", "gptq", "gptq-clip")  # to `bits` bits
 GPTQ = ("gptq", "gptq-clip")
 ROUNDINGS = (*INTEGER_ROUNDINGS, "int8", "mxfp4", "mxfp4-even")
+EXACT = ("bfloat12", "nested16")  # the first part of methods that keep a bfloat16 model exactly
+DRAFTS = (*INTEGER_ROUNDINGS, "mxfp4", "mxfp4-even")  # roundings of nested16's draft plane
+DRAFT = "rtn-clip"  # the one that it has if none is named
 DEFAULT_GROUP = 128
 ACTIVATION_CLIP = 0.9
 
@@ -49,13 +56,16 @@ class Recipe:
         if self.bits not in BITS:
             raise ValueError(f"bits must be 4, 3 or 2, got {self.bits!r}")
         parts = self.method.split("+") if isinstance(self.method, str) else [""]
+        if parts[0] in EXACT:
+            self._check_exact(parts)
+            return
         *before, last = parts
         transforms = before if last in ROUNDINGS else parts
         if transforms != [part for part in TRANSFORMS if part in transforms]:
             raise ValueError(
                 f"method must be one of {', '.join(ROUNDINGS)}, with any of "
                 f"{', '.join(part + '+' for part in TRANSFORMS)} before it in this order, "
-                f"got {shown(self.method)}"
+                f"or {' or '.join(EXACT)}, got {shown(self.method)}"
             )
         if "act-order" in parts and (last not in GPTQ or "atom" in parts):
             raise ValueError(f"act-order goes with gptq only: act-order+gptq, got {self.method!r}")
@@ -69,15 +79,37 @@ class Recipe:
         if last not in INTEGER_ROUNDINGS and last in ROUNDINGS and self.bits != 4:
             raise ValueError(f"{last} fixes its bits; leave bits out, got {self.bits}")
 
+    def _check_exact(self, parts: list[str]) -> None:
+        exact, *rounding = parts
+        if exact == "nested16" and len(rounding) <= 1 and set(rounding) <= set(DRAFTS):
+            if self.bits != 4:
+                raise ValueError(f"nested16 drafts in 4 bits; leave bits out, got {self.bits}")
+        elif exact == "nested16":
+            raise ValueError(
+                f"nested16 stands alone or before {', '.join(DRAFTS)}, got {shown(self.method)}"
+            )
+        elif rounding:
+            raise ValueError(f"bfloat12 stands alone, got {shown(self.method)}")
+
+    @property
+    def exact(self) -> str | None:
+        """The first part if it is one of EXACT, else None."""
+        first = self.method.split("+")[0]
+        return first if first in EXACT else None
+
     @property
     def rounding(self) -> str | None:
-        """The last part if it is a rounding, else None."""
+        """The last part if it is a rounding, else None; of nested16, what makes its draft plane."""
         last = self.method.split("+")[-1]
+        if last == "nested16":
+            return DRAFT
         return last if last in ROUNDINGS else None
 
     @property
     def weights(self) -> str:
-        """The format of what it rounds, a name in `specjax.model.sizes.FORMATS`."""
+        """The format of what it makes, a name in `specjax.model.sizes.FORMATS`."""
+        if self.exact is not None:
+            return self.exact
         return {"int8": "int8", "mxfp4": "mxfp4", "mxfp4-even": "mxfp4"}.get(
             self.rounding or "", "int4"
         )
@@ -108,7 +140,7 @@ class Recipe:
 
     def round(
         self, name: str, weight: jax.Array, statistics: InputStatistics | None = None
-    ) -> Quantized:
+    ) -> Weight:
         """Rounds one weight.
 
         Args:
@@ -119,6 +151,10 @@ class Recipe:
         Returns:
           The quantized weight.
         """
+        if self.exact == "bfloat12":
+            return in_12_bits(name, weight)
+        if self.exact == "nested16":
+            return nested(name, weight, self._round(name, weight, statistics))
         rounded = self._round(name, weight, statistics)
         if isinstance(rounded, Int4Weight) and (self.has("quarot") or self.has("atom")):
             return dataclasses.replace(rounded, activation_clip=ACTIVATION_CLIP)

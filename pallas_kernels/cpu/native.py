@@ -10,7 +10,9 @@ import jax
 
 from pallas_kernels.cpu.library import find
 
-WEIGHT_KINDS = ("Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32")
+WEIGHT_KINDS = (
+    "Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32", "Bfloat12Weight",
+)  # fmt: skip
 HANDLERS = (
     "specjax_matmul",
     "specjax_attention",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.bfloat12 import Bfloat12Weight, with_room
 from pallas_kernels.formats import Weight
 from pallas_kernels.matmul import reads_all_alike
 from pallas_kernels.stacks import Stacked
@@ -115,6 +116,26 @@ def over_layers(
     for number in numbers:
         carry = step(layers[number], number, carry)
     return carry
+
+
+def with_one_form(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Returns layers whose lists of escapes (`pallas_kernels.bfloat12`) have one length each."""
+
+    def is_listed(value: Any) -> bool:
+        return isinstance(value, Bfloat12Weight)
+
+    flat: list[Any] = [jax.tree.flatten(layer, is_leaf=is_listed) for layer in layers]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        return layers
+    alike = []
+    for matrices in zip(*(leaves for leaves, _ in flat), strict=True):
+        if is_listed(matrices[0]):
+            most = max(weight.escapes.shape[1] for weight in matrices)
+            alike.append([with_room(weight, most) for weight in matrices])
+        else:
+            alike.append(list(matrices))
+    return tuple(structure.unflatten(leaves) for leaves in zip(*alike, strict=True))
 
 
 def can_be_stacked(layers: tuple[Layer, ...]) -> bool:

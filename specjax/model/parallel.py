@@ -6,6 +6,9 @@ would, on its part of the rows and heads. Kernels and loops know nothing of the 
     data axis      rows are divided; groups of devices decode theirs without communication
     tensor axis    every weight is divided by its outputs, as it is stored; the KV cache by heads
 
+A matrix in 12 bits (`pallas_kernels.bfloat12`) is stored in tiles of 16 outputs. `shard` expands
+one whose devices would not get whole tiles to the plain matrix.
+
 No weight is divided by its inputs. An input that a layer reads in full is gathered first, so every
 output is one sum on one device, added in the same order as on a single device: the bits are the
 same, and scales per token, Hadamard rotations and reordered columns see the whole vector. Adding
@@ -29,9 +32,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.formats import Weight
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import Bfloat12Weight
+from pallas_kernels.formats import Weight, is_format, plain_weight
+from pallas_kernels.nested import NestedWeight
 from pallas_kernels.rounding import round_to
-from pallas_kernels.weight_values import take_rows
+from pallas_kernels.weight_values import plain_values, take_rows
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
@@ -75,7 +81,8 @@ def mesh(
 def shard(params: Params, mesh: Mesh) -> Params:
     """Divides a model over a mesh. The result can be used wherever params can.
 
-    A process gives its own devices their parts of a model that it holds whole.
+    A process gives its own devices their parts of a model that it holds whole. A matrix in 12 bits
+    becomes the plain one unless 16 times the tensor axis divides its outputs.
     `specjax.load(…, mesh=mesh)` reads only those parts.
 
     Args:
@@ -96,10 +103,29 @@ def shard(params: Params, mesh: Mesh) -> Params:
             leaf.shape, NamedSharding(mesh, spec), lambda index: values[index]
         )
 
-    params = stored(params)
+    params = jax.tree.map(partial(_dividable, mesh=mesh), stored(params), is_leaf=is_format)
     placed = jax.tree.map(place, params, _model_specs(params, mesh))
     model: Params = dataclasses.replace(placed, mesh=mesh)
     return model
+
+
+def gets_whole_tiles(weight: Weight, mesh: Mesh) -> bool:
+    """Whether a matrix in 12 bits can be divided over the mesh as it is; others always can."""
+    if isinstance(weight, NestedWeight):
+        return gets_whole_tiles(weight.exact, mesh)
+    if not isinstance(weight, Bfloat12Weight) or mesh.shape[TENSOR] == 1:
+        return True
+    parts: int = mesh.shape[TENSOR]
+    return weight.shape[0] % (TILE * parts) == 0
+
+
+def _dividable(weight: Any, mesh: Mesh) -> Any:
+    """The same matrix, in 16 bits unless it gets whole tiles."""
+    if gets_whole_tiles(weight, mesh):
+        return weight
+    if isinstance(weight, NestedWeight):
+        return dataclasses.replace(weight, exact=_dividable(weight.exact, mesh))
+    return plain_weight(plain_values(weight))
 
 
 def weight_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -9,10 +9,20 @@ import jax
 from jax.sharding import Mesh
 
 from pallas_kernels import cpu
-from pallas_kernels.formats import Quantized, Weight, is_format, plain_weight
+from pallas_kernels.bfloat12 import Bfloat12Weight
+from pallas_kernels.formats import Quantized, Weight, has_cheap_reading, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
+from pallas_kernels.nested import NestedWeight
 from specjax.model.config import ModelConfig
-from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, can_be_stacked, stack
+from specjax.model.layers import (
+    LINEARS,
+    Layer,
+    LayerStack,
+    Linear,
+    can_be_stacked,
+    stack,
+    with_one_form,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +49,8 @@ class Params:
     def __repr__(self) -> str:
         """One line, whatever the leaves hold: JAX puts all kinds of things there."""
         leaves = jax.tree.leaves(self, is_leaf=is_format)
-        kinds = sorted({type(leaf).__name__ for leaf in leaves if isinstance(leaf, Quantized)})
+        formats = Bfloat12Weight | NestedWeight | Quantized
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if isinstance(leaf, formats)})
         nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self))
         return (
             f"Params({self.config.model_type}, {_parameters(self.config) / 1e6:,.1f} million "
@@ -65,8 +76,8 @@ class Params:
 
     @property
     def quantized(self) -> bool:
-        """Whether a linear layer of a block is quantized."""
-        return any(isinstance(linear.weight, Quantized) for linear in self.linears())
+        """Whether a linear layer of a block has a cheap reading: is quantized, or nested."""
+        return any(has_cheap_reading(linear.weight) for linear in self.linears())
 
     def linears(self) -> Iterator[Linear]:
         """The linear layers of all blocks, in order; those of a stack once, in stacks."""
@@ -130,6 +141,7 @@ def stack_layers(params: Params) -> Params:
     layers, config = params.layers, params.config
     if jax.default_backend() != "cpu" or not cpu.available() or isinstance(layers, LayerStack):
         return params
+    layers = with_one_form(layers)
     if config.sliding_layers is not None or not can_be_stacked(layers):
         return params
     params, alike = dataclasses.replace(params, layers=()), list(layers)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from pallas_kernels.arrays import TILE
 from pallas_kernels.attention import BLOCK
+from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS
 from pallas_kernels.cache_entries import check_cache_bits
 from pallas_kernels.formats import MXFP4_GROUP, check_group_size, padded_inputs
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
-FORMATS = ("plain", "int4", "int8", "mxfp4")
+FORMATS = ("plain", "int4", "int8", "mxfp4", "bfloat12", "nested16")
+_EXACT = ("bfloat12", "nested16")  # formats of all matrices
 _SCALE_BYTES = 2  # bfloat16
 _ENTRY_BYTES = 5  # a float32 scale and an 8-bit zero per quantized entry
 
@@ -32,7 +35,9 @@ def weight_bytes(
     Args:
       config: the model. If its head is the embedding (tied), `lm_head` quantizes a copy.
       weights: the format of the blocks' matrices: "plain" (the model's own 16 or 32 bits), "int4"
-          (rtn, gptq …), "int8" or "mxfp4". Embeddings, norms and biases are plain always.
+          (rtn, gptq …), "int8" or "mxfp4". Embeddings, norms and biases are plain always. With
+          "bfloat12" and "nested16" (whose draft plane is "int4") embeddings have that format too;
+          their few escapes, which only the weights tell, are not counted.
       group_size: inputs per scale of "int4" and "int8".
       lm_head: whether the head has that format too.
 
@@ -51,13 +56,19 @@ def weight_sizes(
 ) -> dict[str, int]:
     """Returns the bytes of every weight by its name."""
     shapes = weight_shapes(config)
-    if lm_head and weights != "plain":
+    exact = weights in _EXACT
+    if lm_head and weights != "plain" and not exact:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     plain = _plain_bytes(config)
     sizes = {}
     for name, shape in shapes.items():
+        drafts = is_block_matrix(name) or name == HEAD or config.tie_word_embeddings
         quantized = is_block_matrix(name) or (name == HEAD and lm_head)
-        if quantized and weights != "plain":
+        if exact and len(shape) == 2:
+            sizes[name] = _bytes_in_12_bits(shape)
+            if weights == "nested16" and drafts:
+                sizes[name] += _quantized_bytes(shape, "int4", group_size)
+        elif quantized and weights != "plain":
             sizes[name] = _quantized_bytes(shape, weights, group_size)
         else:
             sizes[name] = plain * math.prod(shape)
@@ -127,6 +138,13 @@ def _quantized_bytes(shape: tuple[int, ...], weights: str, group_size: int | Non
         return n * (k // 2 + k // MXFP4_GROUP)
     groups = 1 if group_size is None else k // group_size
     return n * ((k // 2 if weights == "int4" else k) + groups * _SCALE_BYTES)
+
+
+def _bytes_in_12_bits(shape: tuple[int, ...]) -> int:
+    """Returns the bytes of an (N, K) matrix as `pallas_kernels.bfloat12` holds it."""
+    n, k = shape
+    blocks, palettes = -(-k // BLOCK_INPUTS), -(-k // PALETTE_INPUTS)
+    return -(-n // TILE) * (TILE * 3 * 4 * blocks + PALETTE * palettes)
 
 
 def _plain_bytes(config: ModelConfig) -> int:

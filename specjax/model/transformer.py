@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import Quantized
+from pallas_kernels.formats import has_cheap_reading
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
@@ -158,10 +158,10 @@ def linears(
     Layers that are not quantized read x in 16 bits, whatever `activation` is.
     """
     weights = tuple(layer.weight for layer in layers)
-    if len({isinstance(form(weight), Quantized) for weight in weights}) == 2:
+    if len({has_cheap_reading(form(weight)) for weight in weights}) == 2:
         return tuple(linear(x, layer, activation) for layer in layers)
-    quantized = isinstance(form(weights[0]), Quantized)
-    products = matmul(x, weights, activation if quantized else "a16")
+    cheap = has_cheap_reading(form(weights[0]))
+    products = matmul(x, weights, activation if cheap else "a16")
     return tuple(
         y if layer.bias is None else y + layer.bias.astype(jnp.float32)
         for y, layer in zip(products, layers, strict=True)

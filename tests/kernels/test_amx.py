@@ -39,12 +39,13 @@ def emulator(tmp_path: Path) -> Path:
 
 
 MATMUL, ATTENTION = "tests/kernels/test_matmul.py", "tests/kernels/test_cpu_attention.py"
+BFLOAT12 = "tests/kernels/test_bfloat12.py"
 
 
 @pytest.mark.parametrize(
     ("selection", "modules", "products"),
     [
-        ("not exhaustive", (MATMUL, ATTENTION), 2),
+        ("not exhaustive", (MATMUL, ATTENTION, BFLOAT12), 2),
         left_out(("exhaustive", (MATMUL,), 2)),
         left_out(("exhaustive", (ATTENTION,), 1)),
     ],

@@ -66,6 +66,7 @@ enum class Points { kNone, kZeros, kMinima };
 // A random weight, stored row by row and interleaved, and its values.
 struct Matrix {
   Matrix(Kind kind, Scale scale, int64_t group_size, Points points) {
+    if (kind == Kind::kBfloat12) return make_bfloat12();
     w.kind = kind, w.scale = scale, w.n = kOutputs;
     w.inputs = w.quantized() ? (kInputs + kPlanePair - 1) / kPlanePair * kPlanePair : kInputs;
     if (w.quantized()) w.group_size = group_size == 0 ? w.inputs : group_size;
@@ -96,6 +97,47 @@ struct Matrix {
     if (points == Points::kMinima) other.minima = other_minima.data();
   }
 
+  // bfloat16 in 12 bits, which has one order. A tile of three has no escapes.
+  void make_bfloat12() {
+    constexpr int64_t kTiles = (kOutputs + kTileRows - 1) / kTileRows;
+    constexpr int64_t kPieces = (kInputs + kPaletteInputs - 1) / kPaletteInputs;
+    w.kind = Kind::kBfloat12, w.interleaved = true, w.n = kOutputs, w.inputs = kInputs;
+    w.row_bytes = (kInputs + 7) / 8 * 12;
+    for (int64_t i = 0; i < kTiles * kTileRows * w.row_bytes; ++i) {
+      data.push_back(static_cast<uint8_t>(generator()));
+    }
+    for (int64_t i = 0; i < kTiles * kPieces * kPalette; ++i) palettes.push_back(high_byte());
+    for (int64_t i = 0; i < kTiles * kEscapes; ++i) {
+      const uint32_t input = i % kEscapes * 41 + 3, output = generator() % kTileRows;
+      const bool none = i % kEscapes == kEscapes - 1 || i / kEscapes == 1;
+      escapes.push_back(none ? UINT32_MAX : input << 12 | output << 8 | high_byte());
+    }
+    w.data = data.data(), w.palettes = palettes.data(), w.escapes = escapes.data();
+    w.escapes_per_tile = kEscapes;
+    other = w;
+  }
+
+  // Of a value between 2^-10 and 4, of either sign.
+  static uint8_t high_byte() { return (generator() & 0x80) | (0x3A + generator() % 6); }
+
+  double bfloat12_at(int64_t row, int64_t k) const {
+    constexpr int64_t kBytes[] = {0, 2, 1, 3};  // of the inputs of a word
+    const int64_t tile = row / kTileRows, output = row % kTileRows, word = k / 8 * 3;
+    const uint8_t* from = w.data + tile * kTileRows * w.row_bytes + 4 * output + kBytes[k % 4];
+    const uint8_t low = from[(word + k % 8 / 4) * 4 * kTileRows];
+    const int code = from[(word + 2) * 4 * kTileRows] >> (k % 8 / 4 * 4) & 15;
+    const int64_t pieces = (kInputs + kPaletteInputs - 1) / kPaletteInputs;
+    uint8_t high = palettes[(tile * pieces + k / kPaletteInputs) * kPalette + code];
+    for (int64_t i = 0; i < kEscapes; ++i) {
+      const uint32_t escape = escapes[tile * kEscapes + i];
+      if (escape >> 12 == k && (escape >> 8 & 15) == output) high = static_cast<uint8_t>(escape);
+    }
+    const uint32_t word_bits = static_cast<uint32_t>(high) << 24 | static_cast<uint32_t>(low) << 16;
+    float value;
+    std::memcpy(&value, &word_bits, sizeof value);
+    return value;
+  }
+
   void add_group(Points points) {
     const uint32_t eighths = generator() % 8;
     values.push_back(std::ldexp(1 + eighths / 8.0, -6));
@@ -119,6 +161,7 @@ struct Matrix {
 
   double at(int64_t row, int64_t k) const {
     constexpr double kE2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    if (w.kind == Kind::kBfloat12) return bfloat12_at(row, k);
     const uint8_t* from = w.data + row * w.row_bytes;
     if (!w.quantized()) {
       float value = 0;
@@ -135,9 +178,10 @@ struct Matrix {
     return (integer + (w.kind == Kind::kInt4 ? 8 : 128)) * values[group] + least[group];
   }
 
-  static constexpr int64_t kOutputs = 37, kInputs = 300;
+  static constexpr int64_t kOutputs = 37, kInputs = 300, kEscapes = 8;
   Weight w{}, other{};
-  std::vector<uint8_t> data, scales, minima, other_data, other_scales, other_minima;
+  std::vector<uint8_t> data, scales, minima, other_data, other_scales, other_minima, palettes;
+  std::vector<uint32_t> escapes;
   std::vector<int8_t> zeros, other_zeros;
   std::vector<double> values, least;  // of the scales, of the minima
 };
@@ -220,7 +264,8 @@ uint64_t check_products(const Kernels& kernels) {
                              {Kind::kInt8, Scale::kFloat32, 32, Points::kMinima},
                              {Kind::kInt8, Scale::kBfloat16, 0, Points::kNone},
                              {Kind::kBfloat16, Scale::kFloat32, 0, Points::kNone},
-                             {Kind::kFloat32, Scale::kFloat32, 0, Points::kNone}};
+                             {Kind::kFloat32, Scale::kFloat32, 0, Points::kNone},
+                             {Kind::kBfloat12, Scale::kFloat32, 0, Points::kNone}};
   std::vector<uint8_t> wide, narrow;
   for (int64_t i = 0; i < 25 * Matrix::kInputs; ++i) {
     const float value = uniform();

@@ -78,6 +78,8 @@ def models() -> dict[str, specjax.Params]:
         "atom": quantize(wide, "atom", calibration=calibration()),
         "mxfp4-tied-biased": quantize(tied, "mxfp4"),
         "odd": quantize(random_model(odd), "rtn"),
+        # Some of its matrices are not divided in whole tiles: they become plain.
+        "nested": quantize(wide, "nested16", group_size=64),
     }
 
 
@@ -188,8 +190,8 @@ def likelihoods() -> None:
 def bytes_per_device() -> None:
     """Weights and cache are divided: a device holds its share, and all norms and orders."""
     for name, params in MODELS.items():
-        if name == "odd":
-            continue  # some of its matrices stay whole
+        if name in ("odd", "nested"):
+            continue  # some of their matrices stay whole, or become larger
         for data, tensor in ((1, 2), (1, 4), (1, 8), (2, 4)):
             divided = shard(params, mesh(data, tensor))
             held = device_bytes(divided)
@@ -269,6 +271,8 @@ CASES: dict[str, Callable[[], None]] = {
     "atom, 8-bit cache, 2 × 4": lambda: equal(MODELS["atom"], 2, 4, a4, cache_bits=8),
     "mxfp4, tied, biased, tensor 8": lambda: equal(MODELS["mxfp4-tied-biased"], 1, 8),
     "sizes that are not divided, tensor 8": lambda: equal(MODELS["odd"], 1, 8),
+    "nested, 2 × 4": lambda: equal(MODELS["nested"], 2, 4),
+    "nested, tensor 8": lambda: equal(MODELS["nested"], 1, 8),
     "plain, 2 × 4": lambda: equal(RTN, 2, 4, plain),
     "two levels, 2 × 4": lambda: equal(RTN, 2, 4, two_levels),
     "tree, 2 × 4": lambda: equal(RTN, 2, 4, spectra),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
 from pallas_kernels.formats import (
     Int4Weight,
     Outliers,
@@ -24,7 +25,7 @@ FORMATS = (
     "int4-32-minima", "int4-channel-minima", "int4-outliers",
     "mxfp4",
     "int8-64", "int8-32-minima", "int8-channel",
-    "bfloat16", "float32",
+    "bfloat16", "float32", "bfloat12",
 )  # fmt: skip
 
 
@@ -94,9 +95,25 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
         "int8-channel": int8_from_integers(bytes_, scales[:, :1], None),
         "bfloat16": plain_weight(values.astype(jnp.bfloat16)),
         "float32": values,
+        "bfloat12": random_bfloat12(n, k),
     }
     assert tuple(weights) == FORMATS
     return weights
+
+
+def random_bits(n: int, k: int, escapes: float = 0.003) -> np.ndarray:
+    """Normal weights as the bits of bfloat16; a share of them are zeros or a millionth as large."""
+    rng = np.random.default_rng([n, k, 3])
+    values = rng.normal(size=(n, k)) * 0.05
+    values *= rng.choice([1, 0, 1e-6], (n, k), p=[1 - escapes, escapes / 2, escapes / 2])
+    return np.asarray(jnp.asarray(values, jnp.bfloat16)).view(np.uint16)
+
+
+def random_bfloat12(n: int, k: int) -> Bfloat12Weight:
+    """The weight of `random_bits`."""
+    weight, _ = bfloat12(random_bits(n, k), most_escapes=1)
+    assert weight is not None
+    return weight
 
 
 def random_rows(m: int, k: int, dtype: str = "bfloat16") -> jax.Array:

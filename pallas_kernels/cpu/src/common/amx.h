@@ -41,6 +41,8 @@ inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, con
     if (w.kind == Kind::kInt4) return multiply_by_tiles<kBfloat16, Kind::kInt4>(p, m, column, y);
     if (w.kind == Kind::kBfloat16) {
       multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
+    } else if (w.kind == Kind::kBfloat12) {
+      multiply_by_tiles<kBfloat16, Kind::kBfloat12>(p, m, column, y);
     } else if (scales_are_exponents(w, column)) {
       multiply_by_tiles<kBfloat16, Kind::kMxfp4, kTileWords, true>(p, m, column, y);
     } else {

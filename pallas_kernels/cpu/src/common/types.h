@@ -42,12 +42,20 @@
 namespace specjax {
 
 // Numbered as WEIGHT_KINDS in native.py.
-enum class Kind : int64_t { kInt4 = 0, kMxfp4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
+enum class Kind : int64_t {
+  kInt4 = 0,
+  kMxfp4 = 1,
+  kInt8 = 2,
+  kBfloat16 = 3,
+  kFloat32 = 4,
+  kBfloat12 = 5
+};
 enum class Scale : int64_t { kBfloat16, kFloat16, kFloat32, kE8m0 };
 
 inline constexpr int64_t kPlane = 128;
 inline constexpr int64_t kPlanePair = 2 * kPlane;  // inputs that are packed into the same bytes
 inline constexpr int64_t kTileRows = 16;
+inline constexpr int64_t kPalette = 16, kPaletteInputs = 256;  // of bfloat12.h
 
 // A matrix [N, K] as pallas_kernels/formats.py describes it. `inputs` is K with its padding.
 struct Weight {
@@ -64,10 +72,19 @@ struct Weight {
   const void* scales;
   const int8_t* zeros;  // or null
   const void* minima;   // of the scales' type, or null; never with zeros
+  // Of kBfloat12, as pallas_kernels/bfloat12.py describes them: [tiles, pieces, kPalette], [tiles,
+  // escapes_per_tile].
+  const uint8_t* palettes;
+  const uint32_t* escapes;
+  int64_t escapes_per_tile;
 
   // Always inlined: a copy compiled for one instruction set must not serve the others.
   __attribute__((always_inline)) bool quantized() const { return kind <= Kind::kInt8; }
   __attribute__((always_inline)) bool nibbles() const { return kind <= Kind::kMxfp4; }
+  // Values are bfloat16.
+  __attribute__((always_inline)) bool halves() const {
+    return kind == Kind::kBfloat16 || kind == Kind::kBfloat12;
+  }
   // Points are zeros or minima.
   __attribute__((always_inline)) bool has_points() const {
     return zeros != nullptr || minima != nullptr;

@@ -59,6 +59,8 @@ class FewRows {
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       // Where there are no more outputs, the first ones stand in.
       const int64_t n = column + v * kLanes < p.w.n ? column + v * kLanes : column;
+      n_[v] = n;
+      if (kind == Kind::kBfloat12) escapes_[v] = Escapes(p.w, n);
       lane_[v] = n % kTileRows * kWordBytes;
       tile_[v] = p.w.data + (n & -kTileRows) * p.w.row_bytes;
     }
@@ -67,6 +69,7 @@ class FewRows {
   // Adds chunks first … last - 1.
   SPECJAX_INLINE void add(int64_t first, int64_t last, Float (*y)[V]) {
     const int64_t tile_bytes = p_.w.row_bytes * kTileRows;
+    for (Escapes& escapes : escapes_) escapes.seek(run_start<A>(p_.w, first, 0));
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t offset = chunk * kChunkBytes, left = tile_bytes - offset;
       groups_.ask<A>(V, chunk + 1);
@@ -82,6 +85,9 @@ class FewRows {
           from[v] = edge[v];
         }
         from[v] += lane_[v];
+        if constexpr (kind == Kind::kBfloat12) {
+          palettes_[v] = palette_of(p_.w, n_[v], run_start<A>(p_.w, chunk, 0));
+        }
       }
       add_chunk(chunk, from, y);
     }
@@ -134,17 +140,21 @@ class FewRows {
     }
     Vector sums[kRuns][R][V] = {};
     for (int64_t slice = begin; slice < last; ++slice, x += kDepth * R) {
-      SPECJAX_UNROLL for (int line = 0; line < kSliceLines; ++line) {
-        Word stored[V];
-        SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
-          stored[v] = load<Word>(from[v]);
-          if ((first == 0 || !kSameWords) && row_ == 0) __builtin_prefetch(from[v] + ahead_);
-          from[v] += kLineBytes;
-        }
-        SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
-          SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-            const uint32_t* words = x + run * kRunStride + line * Decode::kWords + i;
-            add_word<first>(run, i, stored, words, sums[run]);
+      if (kind == Kind::kBfloat12 && escapes_before(start + (slice + 1) * kSliceInputs)) {
+        add_with_escapes(start + slice * kSliceInputs, x, sums[0]);
+        SPECJAX_UNROLL for (int v = 0; v < V; ++v) ask<kSliceLines>(from[v]);
+      } else {
+        SPECJAX_UNROLL for (int line = 0; line < kSliceLines; line += Decode::kLines) {
+          typename Decode::Stored stored[V];
+          SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+            stored[v] = read(from[v], v);
+            if (first == 0 || !kSameWords) ask<Decode::kLines>(from[v]);
+          }
+          SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
+            SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+              const int word = line / Decode::kLines * Decode::kWords + i;
+              add_word<first>(run, i, stored, x + run * kRunStride + word, sums[run]);
+            }
           }
         }
       }
@@ -156,14 +166,57 @@ class FewRows {
     }
   }
 
+  SPECJAX_INLINE typename Decode::Stored read(const uint8_t* from, int v) const {
+    if constexpr (kind == Kind::kBfloat12) {
+      return {{load<Word>(from), load<Word>(from + kLineBytes), load<Word>(from + 2 * kLineBytes)},
+              palettes_[v]};
+    } else {
+      return load<Word>(from);
+    }
+  }
+
+  // Steps over kCount lines and prefetches those that lie so far ahead.
+  template <int kCount>
+  SPECJAX_INLINE void ask(const uint8_t*& from) const {
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kLineBytes) {
+      if (row_ == 0) __builtin_prefetch(from + ahead_);
+    }
+  }
+
+  SPECJAX_INLINE bool escapes_before(int64_t input) const {
+    bool found = false;
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) found |= escapes_[v].before(input);
+    return found;
+  }
+
+  // Adds the slice from input `start` on, from memory, where its escapes have been written.
+  SPECJAX_INLINE void add_with_escapes(int64_t start, const uint32_t* x, Vector (*sums)[V]) {
+    constexpr int kPairs = kSliceInputs / 2;
+    Word pairs[V][kPairs];
+    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+      decode_blocks<false>(p_.w, n_[v], start, kSliceInputs, escapes_[v], pairs[v], 1);
+    }
+    for (int i = 0; i < kDepth; ++i) {
+      Word weights[V];
+      SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
+        weights[v] = A == Arithmetic::kFloat32 ? half_of(pairs[v][i / 2], i % 2) : pairs[v][i];
+      }
+      add_products(weights, x + i, sums);
+    }
+  }
+
   // Multiplies word `i` of run first + run of `stored` by the words of x at `words`.
   template <int first>
-  SPECJAX_INLINE void add_word(int run, int i, const Word* stored, const uint32_t* words,
-                               Vector (*sums)[V]) {
+  SPECJAX_INLINE void add_word(int run, int i, const typename Decode::Stored* stored,
+                               const uint32_t* words, Vector (*sums)[V]) {
     Word weights[V];
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       weights[v] = decoder_.word(first + run, i, stored[v]);
     }
+    add_products(weights, words, sums);
+  }
+
+  SPECJAX_INLINE void add_products(const Word* weights, const uint32_t* words, Vector (*sums)[V]) {
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
       const Word value = splat(words[r * kDepth]);
       SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
@@ -187,10 +240,13 @@ class FewRows {
   Groups groups_;
   const int64_t row_;
   const uint32_t* const x_;
+  int64_t n_[V];     // the first output of a vector
   int64_t lane_[V];  // bytes between a word of the tile's first row and that of the first output
   const uint8_t* tile_[V];
   int64_t ahead_;
   Decode decoder_;
+  const uint8_t* palettes_[V];
+  Escapes escapes_[V];
 };
 
 // Adds chunks first … last - 1 for the portion of `rows` rows from `row` on.

@@ -26,7 +26,10 @@ struct Description {
   bool stacked;     // the arrays hold several matrices; the number of one follows them
 
   bool quantized() const { return kind <= Kind::kInt8; }
-  int64_t arrays() const { return quantized() ? 2 + (points != Points::kNone) : 1; }
+  int64_t arrays() const {
+    if (kind == Kind::kBfloat12) return 3;
+    return quantized() ? 2 + (points != Points::kNone) : 1;
+  }
   int64_t buffers() const { return arrays() + stacked; }
 };
 
@@ -103,9 +106,34 @@ ffi::Error read_arrays(const Description& d, const ffi::RemainingArgs& args, int
   return ffi::Error::Success();
 }
 
+// Reads a weight of bfloat16 in 12 bits.
+ffi::Error read_bfloat12(const Description& d, const std::vector<Array>& arrays, int64_t k,
+                         Weight& w) {
+  const Array &data = arrays[0], &palettes = arrays[1], &escapes = arrays[2];
+  w = Weight{};
+  w.kind = d.kind, w.interleaved = true, w.n = d.outputs, w.inputs = k;
+  const int64_t words = (k + 7) / 8 * 3, pieces = (k + kPaletteInputs - 1) / kPaletteInputs;
+  if (data.type != ffi::U8 || data.shape != Shape{tiles(w.n), words, 4 * kTileRows} || w.n < 1 ||
+      k < 1) {
+    return invalid("a weight for " + std::to_string(k) + " inputs does not fit: got " +
+                   text(data.shape));
+  }
+  if (palettes.type != ffi::U8 || palettes.shape != Shape{tiles(w.n), pieces, kPalette}) {
+    return invalid("palettes do not fit: got " + text(palettes.shape));
+  }
+  if (escapes.type != ffi::U32 || escapes.shape.size() != 2 || escapes.shape[0] != tiles(w.n)) {
+    return invalid("escapes do not fit: got " + text(escapes.shape));
+  }
+  w.row_bytes = 4 * words, w.data = data.data, w.palettes = palettes.data;
+  w.escapes = reinterpret_cast<const uint32_t*>(escapes.data);
+  w.escapes_per_tile = escapes.shape[1];
+  return ffi::Error::Success();
+}
+
 // Reads the weight that `d` describes. k: columns of x.
 ffi::Error read_weight(const Description& d, const std::vector<Array>& arrays, int64_t k,
                        Weight& w) {
+  if (d.kind == Kind::kBfloat12) return read_bfloat12(d, arrays, k, w);
   const Array& data = arrays[0];
   const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
   const int64_t padded = (k + kPlanePair - 1) / kPlanePair * kPlanePair;
@@ -230,7 +258,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   for (size_t i = 0; i < products.size(); ++i) {
     const Description d{static_cast<Kind>(kinds[i]), group_sizes[i], static_cast<Points>(points[i]),
                         outputs[i], stacked[i] != 0};
-    if (kinds[i] < 0 || d.kind > Kind::kFloat32) return invalid("unknown kind of weight");
+    if (kinds[i] < 0 || d.kind > Kind::kBfloat12) return invalid("unknown kind of weight");
     if (points[i] < 0 || d.points > Points::kMinima) return invalid("unknown kind of points");
     if (levels != 0 && !d.quantized()) return invalid("integer products need a quantized weight");
     Product& p = products[i];

@@ -118,6 +118,7 @@ inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   }
   if constexpr (!integers) {
     if (p.w.kind == Kind::kBfloat16) return multiply<A, Kind::kBfloat16>(p, m, column, y);
+    if (p.w.kind == Kind::kBfloat12) return multiply<A, Kind::kBfloat12>(p, m, column, y);
   }
   if constexpr (floats) multiply<A, Kind::kFloat32>(p, m, column, y);
 }
@@ -139,7 +140,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
   how.levels = levels;
   how.rows = x.m;
-  const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.kind == Kind::kBfloat16);
+  const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.halves());
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
                    : bfloat16  ? Arithmetic::kBfloat16
                                : Arithmetic::kFloat32;

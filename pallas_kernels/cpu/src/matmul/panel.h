@@ -11,6 +11,7 @@
 #include "common/prefetch.h"
 #include "common/simd.h"
 #include "common/types.h"
+#include "matmul/bfloat12.h"
 
 namespace specjax::SPECJAX_ISA {
 
@@ -65,6 +66,7 @@ template <Arithmetic A>
 constexpr int chunk_bytes(Kind kind) {
   return kind == Kind::kFloat32    ? 8 * kRun<A>
          : kind == Kind::kBfloat16 ? 4 * kRun<A>
+         : kind == Kind::kBfloat12 ? 3 * kRun<A>
          : kind == Kind::kInt8     ? 2 * kRun<A>
                                    : kRun<A>;
 }
@@ -129,7 +131,9 @@ SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
 // Decodes stored words. One holds kWords words of a run or, of 4-bit codes, of both runs.
 template <Arithmetic A, Kind kind>
 struct Decoder {
+  using Stored = Word;
   static constexpr bool kNibbles = kind <= Kind::kMxfp4;
+  static constexpr int kLines = 1;  // that `Stored` holds
   static constexpr int kRuns = kNibbles ? 2 : 1;
   static constexpr int kWords = (kind <= Kind::kInt8       ? 4
                                  : kind == Kind::kBfloat16 ? 2
@@ -173,6 +177,18 @@ struct Decoder {
   }
 };
 
+// Decodes blocks, which hold words of one run.
+template <Arithmetic A>
+struct Decoder<A, Kind::kBfloat12> {
+  using Stored = Block;
+  static constexpr int kLines = kBlockLines, kRuns = 1, kWords = kBlockInputs / kPerWord<A>;
+
+  SPECJAX_INLINE Word word(int, int i, const Block& stored) const {
+    if constexpr (A != Arithmetic::kFloat32) return pair_of(stored, i);
+    return half_of(pair_of(stored, i / 2), i % 2);
+  }
+};
+
 // Calls put(run, word of the run, value) for a chunk of the kLanes outputs from `row` on.
 template <Arithmetic A, Kind kind, typename Put>
 SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const Put& put) {
@@ -200,10 +216,17 @@ SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, con
 template <Arithmetic A, Kind kind>
 SPECJAX_INLINE void decode_chunk(const Weight& w, int64_t column, int64_t chunk, Word* panel) {
   for (int vector = 0; vector < kVectors; ++vector) {
-    const auto put = [&](int run, int word, Word value) SPECJAX_LAMBDA {
-      panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
-    };
-    decode_rows<A, kind>(w, column + vector * kLanes, chunk, put);
+    const int64_t row = column + vector * kLanes;
+    if constexpr (kind == Kind::kBfloat12) {
+      Escapes escapes(w, row < w.n ? row : 0);
+      decode_blocks<A == Arithmetic::kFloat32>(w, row, 2 * kRun<A> * chunk, 2 * kRun<A>, escapes,
+                                               panel + vector, kVectors);
+    } else {
+      const auto put = [&](int run, int word, Word value) SPECJAX_LAMBDA {
+        panel[(run * kRunWords<A> + word) * kVectors + vector] = value;
+      };
+      decode_rows<A, kind>(w, row, chunk, put);
+    }
   }
 }
 

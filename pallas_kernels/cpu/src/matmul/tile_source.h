@@ -51,7 +51,9 @@ struct TileSlices {
   static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same bytes
   static constexpr int kInputs = kDepth * kPerWord<A>;        // of a run
   // Lines of a slice: each has kLineBytes bytes of each output.
-  static constexpr int kLines = kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2 : kDepth;
+  static constexpr int kLines = kind == Kind::kBfloat12                    ? 3 * kDepth / 4
+                                : kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2
+                                                                           : kDepth;
   static constexpr int kPerChunk = 2 * kRun<A> / (kRuns * kInputs);
 
   // Words of x from a slice to the next within a chunk, between runs, and from chunk to chunk.
@@ -81,11 +83,12 @@ class TileSource {
         vector_(vector),
         groups_(groups) {
     if constexpr (kScaled) decoder_.table = load<Word>(kLargestMxfp4);
+    if constexpr (kind == Kind::kBfloat12) escapes_ = Escapes(w, column);
   }
 
   // Where slice `slice` is stored as tiles load it. Null if it must be read.
   SPECJAX_INLINE const Word* stored(int64_t slice) const {
-    if (kRuns == 2 || !is_whole((slice + 1) * kLines)) return nullptr;
+    if (kRuns == 2 || kind == Kind::kBfloat12 || !is_whole((slice + 1) * kLines)) return nullptr;
     return reinterpret_cast<const Word*>(from_ + slice * kLines * kBytes);
   }
 
@@ -96,6 +99,16 @@ class TileSource {
     if constexpr (kScaled) {
       if (first == 0) read_exponents(slice);
     }
+    if constexpr (kind == Kind::kBfloat12) {
+      constexpr int kInputs = Slices::kInputs;
+      return decode_blocks<false>(w_, column_, slice * kInputs, kInputs, escapes_, to, 1);
+    } else {
+      read_lines<kCount, kRunWords>(slice, first, to);
+    }
+  }
+
+  template <int kCount, int kRunWords>
+  SPECJAX_INLINE void read_lines(int64_t slice, int first, Word* to) {
     const int64_t line = slice * kLines + first;
     const uint8_t* from = is_whole(line + kCount) ? from_ + line * kBytes : transposed(line);
     const Decoder<A, kind> decoder = decoder_;
@@ -175,6 +188,7 @@ class TileSource {
   const int vector_;
   Groups& groups_;
   Decoder<A, kind> decoder_;
+  Escapes escapes_;
   Word less_[kRuns];  // what the scales subtract from the exponents of both halves of a word
   int64_t square_ = -1;
   Word words_[kLanes];
