@@ -19,6 +19,7 @@ from specjax.drafting import (
     TranslatedDraft,
 )
 from specjax.drafting.datastore import Datastore
+from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.generation.batch import Completion
 from specjax.generation.batching import decode_many
 from specjax.generation.decoding import DecodeResult, decode
@@ -58,6 +59,7 @@ __all__ = [
     "Sampling",
     "Spectra",
     "Stats",
+    "SuffixMemory",
     "TranslatedDraft",
     "decode",
     "decode_many",

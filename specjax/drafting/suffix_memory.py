@@ -89,6 +89,8 @@ class SuffixMemory:
         Raises:
           ValueError: a text is not a list of token ids of the vocabulary.
         """
+        if not isinstance(texts, Iterable):
+            raise ValueError(f"texts must be lists of token ids, got {shown(texts)}")
         memory = dataclasses.replace(self, entries=jnp.copy(self.entries))
         for text in texts:
             tokens = self._checked(text)

@@ -121,9 +121,7 @@ def _insert(
     """Puts one row's state into the batch's: rows are the first axis of every leaf but those that
     the rows share, which get its prompt."""
 
-    def put(
-        drafter: Drafter, row: jax.Array, state: DecodeState, one: DecodeState
-    ) -> DecodeState:
+    def put(drafter: Drafter, row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
         own = own_row(row, state.finished.shape[0], mesh)
         none = jnp.zeros_like(one.lengths)
         shared = drafter.learn(state.shared, one.tokens, none, one.lengths)
