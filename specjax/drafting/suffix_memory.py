@@ -80,7 +80,7 @@ class SuffixMemory:
         Whole(1, _MOST_CAPACITY)("capacity", check_integer("capacity", capacity))
         return cls(jnp.zeros((len(CONTEXTS), int(capacity), 3), jnp.uint32), int(vocab_size))
 
-    def add(self, texts: Iterable[Sequence[int]]) -> SuffixMemory:
+    def add(self, texts: Iterable[Sequence[int] | np.ndarray]) -> SuffixMemory:
         """Returns the memory with more texts in it; this one stays as it is.
 
         Args:
