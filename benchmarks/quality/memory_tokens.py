@@ -67,7 +67,7 @@ def main() -> int:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--prompts", type=int, default=12, help="prompts per kind")
+    add("--prompts", type=int, default=6, help="prompts per kind")
     add("--longest", type=int, default=192, help="longer prompts are left out")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="0: greedy")
     add("--max-new-tokens", type=int, default=96)
