@@ -16,6 +16,7 @@ from specjax.drafting import (
     QSpec,
     Retrieval,
     Spectra,
+    TokenRecycling,
     TranslatedDraft,
 )
 from specjax.drafting.datastore import Datastore
@@ -60,6 +61,7 @@ __all__ = [
     "Spectra",
     "Stats",
     "SuffixMemory",
+    "TokenRecycling",
     "TranslatedDraft",
     "decode",
     "decode_many",

@@ -33,6 +33,7 @@ from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.schedules import Adaptive, Heuristic, Schedule
 from specjax.drafting.spectra import Spectra
 from specjax.drafting.suffix_memory import SuffixMemory
+from specjax.drafting.token_recycling import TokenRecycling
 from specjax.drafting.translated import TranslatedDraft
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -48,6 +49,7 @@ DRAFTERS: Mapping[str, type[Drafter]] = {
     "ngram": NGram,
     "lookahead": Lookahead,
     "spectra": Spectra,
+    "token-recycling": TokenRecycling,
     "retrieval": Retrieval,
     "combined": Combined,
     "multi-level": MultiLevel,
