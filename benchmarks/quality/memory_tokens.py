@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct answers prompts of five kinds (`benchmarks.support.instruct`), greedily and
 sampled, with each drafter. Every drafter proposes up to 7 tokens per pass: `Auto` from the text and
 the memory that all prompts share, empty at first, as if passes of all widths took the same time;
-ANPD, prompt lookup, and SPECTRA-CORE with as many tokens, candidates included. Drafts are chosen
+ANPD, prompt lookup, Token Recycling, and SPECTRA-CORE with as many tokens, candidates included. Drafts are chosen
 without chance, so outputs are plain decoding's, sampled ones too; each is compared with the first
 drafter's.
 
@@ -30,6 +30,7 @@ DRAFTERS = {
     "text and memory": specjax.Auto(FREE),
     "ANPD": specjax.NGram(BUDGET),
     "prompt lookup": specjax.PromptLookup(BUDGET),
+    "Token Recycling": specjax.TokenRecycling(BUDGET),
     "CORE, N = 3, W = 1, G = 3": specjax.Spectra(ngram=3, window=1, guesses=3),
 }
 
