@@ -3,9 +3,9 @@
 SmolLM2-135M-Instruct answers prompts of five kinds (`benchmarks.support.instruct`), greedily and
 sampled, with each drafter. Every drafter proposes up to 7 tokens per pass: `Auto` from the text and
 the memory that all prompts share, empty at first, as if passes of all widths took the same time;
-ANPD, prompt lookup, Token Recycling, and SPECTRA-CORE with as many tokens, candidates included. Drafts are chosen
-without chance, so outputs are plain decoding's, sampled ones too; each is compared with the first
-drafter's.
+ANPD, prompt lookup, Token Recycling, and SPECTRA-CORE with as many tokens, candidates included.
+Drafts are chosen without chance, so outputs are plain decoding's, sampled ones too; each is
+compared with the first drafter's.
 
     python -m benchmarks.quality.memory_tokens --json OUT
 """
