@@ -16,9 +16,11 @@ from specjax.drafting import (
     QSpec,
     Retrieval,
     Spectra,
+    TokenRecycling,
     TranslatedDraft,
 )
 from specjax.drafting.datastore import Datastore
+from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.generation.batch import Completion
 from specjax.generation.batching import decode_many
 from specjax.generation.decoding import DecodeResult, decode
@@ -58,6 +60,8 @@ __all__ = [
     "Sampling",
     "Spectra",
     "Stats",
+    "SuffixMemory",
+    "TokenRecycling",
     "TranslatedDraft",
     "decode",
     "decode_many",

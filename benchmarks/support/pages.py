@@ -269,6 +269,10 @@ SECTIONS = (
             "SmolLM2 answers real prompts, reading included. *speedup*: geometric mean over "
             "prompts, beside plain decoding of the same target, with its 95 % interval.",
             apart=True),
+    Section("speed.repeated_work", "smollm2_repeated*", "Work that repeats itself",
+            "SmolLM2, one prompt at a time, reading and adding to the memory included. The second "
+            "pass asks the first one's set with small edits, the third the edited set again.",
+            apart=True),
     Section("speed.waiting", "smollm2_waiting*", "Waiting for the first token",
             "Seconds in a new process of SmolLM2: *import* beyond JAX's, *load*, the *first* "
             "decode of 4 tokens, and decodes with another prompt length, another max_new_tokens "
@@ -303,6 +307,8 @@ SECTIONS = (
             "SmolLM2-135M-Instruct. *gguf*: the model as its file has it; *bfloat16*: the same, "
             "dequantized. Its weights lie on a 4-bit grid in groups of 32, which flatters the "
             "INT4 cast with groups of 32. In brackets: 95 % intervals over prompts.", _accepted),
+    Section("quality.memory_tokens", "*memory_tokens", "A memory of texts",
+            "SmolLM2; up to 7 drafts per pass of the target."),
     Section("quality.schemes", "*schemes*", "Quantization schemes",
             "*ppl*: perplexity by activation precision; *accepted*: token acceptance of drafts.",
             apart=True),

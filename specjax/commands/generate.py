@@ -14,6 +14,7 @@ import numpy as np
 
 import specjax
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
+from specjax.commands.memory import add_memory, keep, with_memory
 from specjax.commands.options import (
     add_cache_bits,
     add_model,
@@ -65,6 +66,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="list the log-probability of every token, and the K most probable ones",
     )
+    add_memory(parser)
     add_drafter(parser)
     _add_sampling(parser)
     parser.set_defaults(run=_generate)
@@ -93,7 +95,7 @@ def _generate(options: argparse.Namespace) -> None:
     target = chosen_target(options)
     params = target.params
     tokenizer = specjax.load_tokenizer(options.model)
-    drafter = make_drafter(read_drafter(options), target)
+    drafter = with_memory(make_drafter(read_drafter(options), target), params, options.memory)
     settings: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "drafter": drafter,
@@ -102,10 +104,8 @@ def _generate(options: argparse.Namespace) -> None:
         "cache_bits": options.cache_bits,
         "logprobs": options.logprobs,
     }
-    if options.samples is None:
-        _print_one(options, params, tokenizer, settings)
-    else:
-        _print_samples(options, params, tokenizer, settings)
+    print_ = _print_one if options.samples is None else _print_samples
+    keep(drafter, print_(options, params, tokenizer, settings), options.memory)
 
 
 def _print_one(
@@ -113,8 +113,8 @@ def _print_one(
     params: specjax.Params,
     tokenizer: Tokenizer,
     settings: dict[str, Any],
-) -> None:
-    """Prints one output as it comes."""
+) -> list[list[int]]:
+    """Prints one output as it comes. Returns its tokens after those of the prompt."""
     prompt = _prompt(options, tokenizer)
     first = begun = time.perf_counter()
     rounds = stream(params, prompt, **settings)
@@ -134,12 +134,13 @@ def _print_one(
     print(f"\n\n{_summary(seen, seconds, first - begun)}")
     if options.trace:
         print(_legend())
+    tokens = [token for each in seen for token in each.tokens]
     if options.logprobs is not None:
-        tokens = [token for each in seen for token in each.tokens]
         parts = [each.logprobs for each in seen]
         _print_logprobs(
             tokenizer, tokens, jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         )
+    return [prompt + tokens]
 
 
 def _check_samples(options: argparse.Namespace, sampling: specjax.Sampling | None) -> None:
@@ -156,8 +157,8 @@ def _print_samples(
     params: specjax.Params,
     tokenizer: Tokenizer,
     settings: dict[str, Any],
-) -> None:
-    """Prints several outputs once all of them are there."""
+) -> list[list[int]]:
+    """Prints several outputs once all of them are there. Returns their tokens as `_print_one`."""
     prompt = [{"role": "user", "content": options.text}] if options.chat else options.text
     found = specjax.generate(
         params, tokenizer, prompt, samples=options.samples, stop=options.stop, **settings
@@ -167,6 +168,7 @@ def _print_samples(
         if each.logprobs is not None:
             _print_logprobs(tokenizer, each.tokens.tolist(), each.logprobs)
             print()
+    return [_prompt(options, tokenizer) + each.tokens.tolist() for each in found]
 
 
 def _print_logprobs(

@@ -14,6 +14,7 @@ from specjax.drafting.registry import Option, make, options
 from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.schedules import Adaptive, Heuristic
 from specjax.drafting.spectra import Spectra
+from specjax.drafting.token_recycling import TokenRecycling
 from specjax.drafting.translated import TranslatedDraft
 from specjax.speculation.drafter import Drafter
 
@@ -34,6 +35,7 @@ __all__ = [
     "QSpec",
     "Retrieval",
     "Spectra",
+    "TokenRecycling",
     "TranslatedDraft",
     "make",
     "options",

@@ -1,21 +1,23 @@
 """Auto: every round drafts what pays on this machine, or nothing.
 
-Two sources propose: the text so far (the tokens after an earlier occurrence of the last ones) and,
-where there is one, a cheap reading of the model's own weights. A round weighs, for each source and
-length, the tokens that the batch may expect against the measured time of the passes, and takes the
-best; drafting nothing is one of the choices. Expected tokens come from what was kept of each row's
-earlier drafts (Leviathan et al. 2023, equation 1).
+Three sources propose: the text so far (the tokens after an earlier occurrence of the last ones),
+where there is one a memory of other texts, and where there is one a cheap reading of the model's
+own weights. A round weighs, for each source and length, the tokens that the batch may expect
+against the measured time of the passes, and takes the best; drafting nothing is one of the choices.
+Expected tokens come from what was kept of each row's earlier drafts.
 
-The text's proposals are judged in every round, drafted or not: the tokens that came show whether
-they were right. So a row that begins to repeat itself is noticed without a wasted pass.
+The proposals of the text and the memory are judged in every round, drafted or not: the tokens that
+came show whether they were right. So a row that begins to repeat itself, or another, is noticed
+without a wasted pass.
 
 The choice looks at all rows together, because they share the pass. No output depends on it: drafts
-of both sources are compared with the target's own tokens (`verification`), sampled ones too.
+of all sources are compared with the target's own tokens (`verification`), sampled ones too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +26,10 @@ import numpy as np
 from jax import lax
 
 from specjax.checks import shown
+from specjax.drafting.acceptance_rates import Guess, Rates
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.suffix import Match, longest_match
+from specjax.drafting.suffix_memory import CONTEXTS, COUNTS, SuffixMemory
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -34,11 +38,17 @@ from specjax.speculation.state import DecodeState, Proposal, Verified
 WIDTHS = (0, 1, 3, 7)  # drafts per pass, as wide as verification makes its passes
 _LONGEST = 8  # last tokens that an earlier occurrence may share
 _KINDS = (1, 2, 3, 5)  # occurrences are told apart by the fewest tokens that they share
-_PRIOR = (0.1, 0.25, 0.5, 0.75, 0.9)  # acceptance before any is seen; the last is the model's
-_WEIGHT = 4.0  # drafts that the prior counts for
-_MEMORY = 32.0  # drafts, roughly, over which acceptance is averaged
+# Acceptance before any is seen: of the text by its kinds, of the memory by contexts and counts, and
+# of the model.
+_OF_TEXT = (0.1, 0.25, 0.5, 0.75)
+_OF_MEMORY = (
+    (0.15, 0.3, 0.35), (0.3, 0.4, 0.5), (0.55, 0.65, 0.7), (0.75, 0.85, 0.95), (0.9, 0.95, 0.95),
+)  # fmt: skip
+_OF_MODEL = 0.9
+_PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each), _OF_MODEL)
+_REMEMBERED, _OWN = len(_OF_TEXT), len(_PRIORS) - 1  # the first kind of the memory; the model's
 _MARGIN = 1.02  # drafting must promise so much more than not drafting
-_OWN = len(_KINDS)
+assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
 
 @jax.tree_util.register_dataclass
@@ -63,23 +73,23 @@ class Costs:
 
 
 class AutoState(NamedTuple):
-    """What was kept of each row's drafts, by kind: four of the text's, and the model's own.
+    """What is known of each row's drafts.
 
-    kept, tested: f32[B, 5], recent drafts that were kept, and that were decided on.
-    match: the text's proposal of this round.
+    rates: by kind: those of the text, of the memory, and of the model.
+    text, memory: what they propose in this round; no memory proposes nothing.
     own: bool[B], whether the model drafted in this round.
     model: the own drafter's state; None without one.
     """
 
-    kept: jax.Array
-    tested: jax.Array
-    match: Match
+    rates: Rates
+    text: Guess
+    memory: Guess
     own: jax.Array
     model: Any
 
 
 class _Plan(NamedTuple):
-    """What a round drafts. text: int32[B], tokens of the match; own: int32[], of the model."""
+    """What a round drafts. text: int32[B], tokens of the guess; own: int32[], of the model."""
 
     text: jax.Array
     own: jax.Array
@@ -94,12 +104,16 @@ class Auto(Drafter):
         machine, or estimated for small models and inside `jax.jit`.
     draft: what drafts with the model, on the target's own KV cache: QSpec or LayerSkip; None: QSpec
         where the weights have a cheap reading and it may pay.
+    memory: texts to draft from beside the row's own; rows add theirs while they are decoded. None:
+        for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
+        elsewhere none. Not for a model that is divided over a mesh.
 
-    Raises ValueError where `draft` is something else.
+    Raises ValueError where `draft` or `memory` is something else.
     """
 
     costs: Costs | None = None
     draft: LevelDrafter | None = None
+    memory: SuffixMemory | None = None
 
     def __post_init__(self) -> None:
         # JAX passes placeholders here while it unflattens the tree; skip them.
@@ -119,72 +133,98 @@ class Auto(Drafter):
     def validate(self, params: Params, positions: int) -> None:
         if self.draft is not None:
             self.draft.validate(params, positions)
+        if self.memory is not None:
+            self._validate_memory(self.memory, params)
+
+    def _validate_memory(self, memory: SuffixMemory, params: Params) -> None:
+        if not isinstance(memory, SuffixMemory):
+            raise ValueError(
+                "memory of an Auto must be what specjax.SuffixMemory.create or load returns, "
+                f"got {shown(memory)}"
+            )
+        if memory.vocab_size != params.config.vocab_size:
+            raise ValueError(
+                f"memory was made for a vocabulary of {memory.vocab_size} entries; the model has "
+                f"{params.config.vocab_size}"
+            )
+        if params.mesh is not None:
+            raise ValueError("memory must be None for a model that is divided over a mesh")
 
     def init(self, params: Params, state: DecodeState, width: int) -> AutoState:
         rows = state.tokens.shape[0]
-        tested = jnp.full((rows, len(_PRIOR)), _WEIGHT)
         zeros = jnp.zeros(rows, jnp.int32)
-        match = Match(jnp.zeros((rows, WIDTHS[-1]), jnp.int32), zeros, zeros)
+        none = jnp.zeros((rows, WIDTHS[-1]), jnp.int32)
         model = None if self.draft is None else self.draft.init(params, state, width)
-        return AutoState(tested * jnp.array(_PRIOR), tested, match, zeros > 0, model)
+        nothing = Guess(none, none, zeros)
+        return AutoState(Rates.create(rows, _PRIORS), nothing, nothing, zeros > 0, model)
+
+    def shared(self) -> SuffixMemory | None:
+        return self.memory
+
+    def learn(
+        self, shared: SuffixMemory | None, tokens: jax.Array, begins: jax.Array, ends: jax.Array
+    ) -> SuffixMemory | None:
+        return None if shared is None else shared.learn(tokens, begins, ends)
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
-        match = longest_match(state.tokens, state.lengths, _LONGEST, WIDTHS[-1])
         room = jnp.maximum(state.limits - state.lengths - 1, 0)
-        match = match._replace(counts=jnp.minimum(match.counts, room))
-        plan = self._plan(state, match, room)
+        text, memory = self._guesses(state, room)
+        rates = state.draft.rates
+        better = rates.gains(memory)[:, -1] > rates.gains(text)[:, -1]
+        guess = jax.tree.map(partial(_where, better), memory, text)
+        plan = self._plan(state, guess, room)
         padding = ((0, 0), (0, self.draft_length - WIDTHS[-1]))
-        proposal = Proposal(jnp.pad(match.tokens, padding), plan.text)
+        proposal = Proposal(jnp.pad(guess.tokens, padding), plan.text)
         cache = state.cache
         if self.draft is not None:
             proposal, cache = self._draft(params, state, proposal, plan.own)
         own = jnp.broadcast_to(plan.own > 0, state.finished.shape)
-        draft = state.draft._replace(match=match, own=own)
+        draft = state.draft._replace(text=text, memory=memory, own=own)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
     def observe(self, draft: AutoState, verified: Verified) -> AutoState:
-        match = draft.match
-        came = verified.emitted[:, : WIDTHS[-1]]
-        decided = jnp.minimum(match.counts, verified.count)
-        right = (match.tokens == came) & (jnp.arange(WIDTHS[-1]) < decided[:, None])
-        kept = jnp.sum(jnp.cumprod(right, axis=1, dtype=jnp.int32), axis=1)
-        of_text = jax.nn.one_hot(_kind(match), _OWN + 1), jnp.minimum(kept + 1, decided), kept
-        by_model = (
-            jnp.where(draft.own, verified.tested, 0),
-            jnp.where(draft.own, verified.accepted, 0),
+        came, rates = verified.emitted[:, : WIDTHS[-1]], draft.rates
+        for guess in (draft.text, draft.memory):
+            rates = rates.judged(guess, came, verified.count)
+        place = jnp.arange(self.draft_length)
+        kinds = jnp.full_like(place, _OWN) + jnp.zeros_like(verified.tested)[:, None]
+        tested, kept = (
+            (place < count[:, None]) & draft.own[:, None]
+            for count in (verified.tested, verified.accepted)
         )
-        of_model = jax.nn.one_hot(jnp.full_like(kept, _OWN), _OWN + 1), *by_model
-        moved = draft
-        for kind, tested, kept in (of_text, of_model):
-            fade = (1 - 1 / _MEMORY) ** (kind * tested[:, None])
-            moved = moved._replace(
-                kept=moved.kept * fade + kind * kept[:, None],
-                tested=moved.tested * fade + kind * tested[:, None],
-            )
-        return _forget(moved, ~draft.own)
+        rates = rates.after(kinds, tested, kept).forgotten(_OWN, _OF_MODEL, ~draft.own)
+        return draft._replace(rates=rates)
 
-    def _plan(self, state: DecodeState, match: Match, room: jax.Array) -> _Plan:
+    def _guesses(self, state: DecodeState, room: jax.Array) -> tuple[Guess, Guess]:
+        """The proposals of the text and of the memory, no longer than there is room: int32[B]."""
+        match = longest_match(state.tokens, state.lengths, _LONGEST, WIDTHS[-1])
+        kinds = jnp.broadcast_to(_kind(match)[:, None], match.tokens.shape)
+        text = Guess(match.tokens, kinds, jnp.minimum(match.counts, room))
+        if state.shared is None:
+            return text, state.draft.memory
+        found = state.shared.follow(state.tokens, state.lengths, WIDTHS[-1])
+        kinds, counts = _REMEMBERED + found.kinds, jnp.minimum(found.counts, room)
+        return text, Guess(found.tokens, kinds, counts)
+
+    def _plan(self, state: DecodeState, guess: Guess, room: jax.Array) -> _Plan:
         """Chooses the source and the length that promise the batch the most tokens per second."""
         rows = state.tokens.shape[0]
         costs = Costs.usual(rows) if self.costs is None else self.costs
         running = (~state.finished).astype(jnp.float32)[:, None]
-        rates = state.draft.kept / state.draft.tested
-        widths = jnp.array(WIDTHS)
-        rate = jnp.take_along_axis(rates, _kind(match)[:, None], axis=1)
-        gains = _expected(rate, WIDTHS[-1])
-        gains = jnp.take_along_axis(gains, jnp.minimum(widths, match.counts[:, None]), axis=1)
+        rates, widths = state.draft.rates, jnp.array(WIDTHS)
+        gains = rates.gains(guess)[:, widths]
         speeds = jnp.sum(running * gains, axis=0) / costs.passes
         speeds = speeds / jnp.where(widths > 0, _MARGIN, 1.0)
         width = widths[jnp.argmax(speeds)]
-        text = jnp.minimum(match.counts, width)
+        text = jnp.minimum(guess.counts, width)
         if self.draft is None:
             return _Plan(text, jnp.int32(0))
         longest = self.draft.draft_length
         drafts = jnp.arange(1, longest + 1)
         wider = jnp.searchsorted(widths, jnp.minimum(drafts, WIDTHS[-1]))
         times = drafts * costs.draft + costs.passes[wider]
-        gains = _expected(rates[:, _OWN:], longest)
-        gains = jnp.take_along_axis(gains, jnp.minimum(drafts, room[:, None]), axis=1)
+        none = jnp.zeros((rows, longest), jnp.int32)
+        gains = rates.gains(Guess(none, none + _OWN, jnp.minimum(longest, room)))[:, 1:]
         own_speeds = jnp.sum(running * gains, axis=0) / times / _MARGIN
         better = jnp.max(own_speeds) > jnp.max(speeds)
         own = jnp.where(better, jnp.argmax(own_speeds) + 1, 0).astype(jnp.int32)
@@ -224,21 +264,6 @@ def _kind(match: Match) -> jax.Array:
     return jnp.maximum(kind, 0).astype(jnp.int32)
 
 
-def _expected(rate: jax.Array, longest: int) -> jax.Array:
-    """Tokens that a round of 0 … N drafts is expected to gain, from f32[B, 1] -> f32[B, N + 1]."""
-    return jnp.cumsum(rate ** jnp.arange(longest + 1), axis=1)
-
-
-def _forget(draft: AutoState, idle: jax.Array) -> AutoState:
-    """Moves what is known of the model's drafts towards the prior where it did not draft.
-
-    So a source that was refused is tried again from time to time. idle: bool[B].
-    """
-    fade = jnp.where(idle, 1 - 1 / _MEMORY, 1.0)
-
-    def towards(values: jax.Array, prior: float) -> jax.Array:
-        return values.at[:, _OWN].set(prior + (values[:, _OWN] - prior) * fade)
-
-    return draft._replace(
-        kept=towards(draft.kept, _PRIOR[_OWN] * _WEIGHT), tested=towards(draft.tested, _WEIGHT)
-    )
+def _where(chosen: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+    """Rows of one or the other. bool[B], [B, …], [B, …] -> [B, …]."""
+    return jnp.where(chosen.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax.checks import Whole, printable, shown
+from specjax.checks import Whole, shown
+from specjax.files.arrays import read_array
 from specjax.files.atomic_directory import replacing
 from specjax.files.json_objects import read_object
 
@@ -87,10 +88,10 @@ class Datastore:
             )
         vocab_size: Any = manifest.get("vocab_size")
         Whole(1, 2**31 - 1)(f"{folder / _MANIFEST}: vocab_size", vocab_size)
-        tokens = _read_array(folder / "tokens.npy", vocab_size)
+        tokens = _read_integers(folder / "tokens.npy", vocab_size)
         if len(tokens) <= ORDERED or (tokens[-ORDERED:] != vocab_size).any():
             raise ValueError(f"{folder / 'tokens.npy'} does not end as a datastore's tokens do")
-        suffixes = _read_array(folder / "suffixes.npy", len(tokens) - ORDERED - 1)
+        suffixes = _read_integers(folder / "suffixes.npy", len(tokens) - ORDERED - 1)
         return cls(jnp.asarray(tokens), jnp.asarray(suffixes), vocab_size)
 
     def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,16 +136,11 @@ class Datastore:
         return bounds[0]
 
 
-def _read_array(file: Path, most: int) -> np.ndarray:
+def _read_integers(file: Path, most: int) -> np.ndarray:
     """The integers in a file. Raises ValueError unless they are int32[any] from 0 to `most`."""
     if not file.is_file():
         raise ValueError(f"{file.parent} is not a datastore: it has no {file.name}")
-    try:  # as a map, because a header may claim more than the file has and memory can hold
-        array = np.array(np.lib.format.open_memmap(file, mode="r"))
-    except Exception as error:  # a damaged header leads to many kinds
-        raise ValueError(f"{file} is truncated or damaged: {printable(error)}") from error
-    if array.dtype != np.int32 or array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{file} must hold int32[any], got {array.dtype}{list(array.shape)}")
+    array = read_array(file, np.int32, axes=1)
     outside = array[(array < 0) | (array > most)]
     if outside.size:
         raise ValueError(f"{file} must hold numbers from 0 to {most}, got {outside[0]}")

@@ -40,11 +40,11 @@ class MultiLevel(Drafter):
 
     outer: a drafter that runs a model: DraftModel, QSpec or LayerSkip. Its draft_length is that of
         the whole; its confidence is of no use here, as its tokens come several at once.
-    inner: any drafter.
+    inner: any drafter, an Auto without a memory.
 
     Stats of the level between them are `DecodeResult.levels`.
 
-    Raises ValueError where `outer` cannot be drafted for.
+    Raises ValueError where `outer` cannot be drafted for, or `inner` has a memory.
     """
 
     outer: LevelDrafter
@@ -60,6 +60,8 @@ class MultiLevel(Drafter):
             )
         if isinstance(self.outer, LevelDrafter) and self.outer.confidence is not None:
             raise ValueError("outer of a MultiLevel takes no confidence: it verifies whole drafts")
+        if isinstance(self.inner, Drafter) and self.inner.shared() is not None:
+            raise ValueError("inner of a MultiLevel takes no memory: pass it to an Auto alone")
 
     @classmethod
     def of(cls, levels: Sequence[Drafter]) -> Drafter:

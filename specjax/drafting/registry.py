@@ -32,6 +32,8 @@ from specjax.drafting.retokenize import TextTokenizer
 from specjax.drafting.retrieval import Retrieval
 from specjax.drafting.schedules import Adaptive, Heuristic, Schedule
 from specjax.drafting.spectra import Spectra
+from specjax.drafting.suffix_memory import SuffixMemory
+from specjax.drafting.token_recycling import TokenRecycling
 from specjax.drafting.translated import TranslatedDraft
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
@@ -47,6 +49,7 @@ DRAFTERS: Mapping[str, type[Drafter]] = {
     "ngram": NGram,
     "lookahead": Lookahead,
     "spectra": Spectra,
+    "token-recycling": TokenRecycling,
     "retrieval": Retrieval,
     "combined": Combined,
     "multi-level": MultiLevel,
@@ -78,7 +81,8 @@ def make(name: str, **options: object) -> Drafter:
       name: a key of `DRAFTERS`, which options may follow: "spectra:window=2,guesses=2". Parentheses
         keep the options of a drafter or schedule inside together.
       options: fields of the drafter, as objects or as text: "2", "0.1", "true", "none", "0,2,4".
-        `schedule` may be the name of a schedule, `datastore` a directory; the drafters inside a
+        `schedule` may be the name of a schedule, `datastore` and `memory` directories; the
+        drafters inside a
         "combined" or a "multi-level" may be named as `name` is. Models and tokenizers are objects.
 
     Returns:
@@ -171,6 +175,8 @@ def _convert(name: str, value: object, option: Option) -> Any:
         return make(value)
     if hint is Datastore:
         return Datastore.load(value)
+    if hint is SuffixMemory:
+        return SuffixMemory.load(value)
     try:
         return _parse(hint, value)
     except ValueError:
@@ -198,6 +204,7 @@ _WORDS = {
     Drafter: "a drafter",
     LevelDrafter: "a drafter that runs a model",
     Datastore: "a datastore or its directory",
+    SuffixMemory: "a suffix memory or its directory",
     Params: "what specjax.load returns",
     TextTokenizer: "what specjax.load_tokenizer returns",
     Costs: "times of passes",

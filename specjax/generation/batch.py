@@ -151,6 +151,8 @@ def open_batch(
         return None, refused
     width = max(len(tokens) for tokens in accepted.values())
     rows = min(rows, whole_rows(params.mesh, len(accepted)))
+    if len(accepted) > 1:
+        request = request.sharing(params)
     request, width = widened(params, request, width, rows)
     job = Job(params, dataclasses.replace(request, sampling=None), width)
     waiting = (

@@ -26,6 +26,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row_specs
 from specjax.model.params import Params
 from specjax.model.transformer import forward
+from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState
@@ -102,7 +103,7 @@ def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activa
 def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> DecodeState:
     """Returns the batch's state with a prompt that has been read in one of its rows."""
     one = _begin(job.params, job.request, reading.cache, reading.prompt.rows(job.width))
-    after: DecodeState = _insert(state, one, np.int32(row), job.params.mesh)
+    after: DecodeState = _insert(job.request.drafter, state, one, np.int32(row), job.params.mesh)
     return after
 
 
@@ -114,17 +115,24 @@ def _begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Deco
 
 @partial(jax.jit, donate_argnames="state", static_argnames="mesh")
 @own_settings()
-def _insert(state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeState:
-    """Puts one row's state into the batch's: rows are the first axis of every leaf."""
+def _insert(
+    drafter: Drafter, state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | None
+) -> DecodeState:
+    """Puts one row's state into the batch's: rows are the first axis of every leaf but those that
+    the rows share, which get its prompt."""
 
-    def put(row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
+    def put(drafter: Drafter, row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
         own = own_row(row, state.finished.shape[0], mesh)
+        none = jnp.zeros_like(one.lengths)
+        shared = drafter.learn(state.shared, one.tokens, none, one.lengths)
         together: DecodeState = jax.tree.map(
-            lambda whole, part: whole.at[own].set(part[0]), state, one
+            lambda whole, part: whole.at[own].set(part[0]),
+            dataclasses.replace(state, shared=None),
+            one,
         )
-        return together
+        return dataclasses.replace(together, shared=shared)
 
-    return on_mesh(put, mesh, (row,), (state, one), out=row_specs(state))
+    return on_mesh(put, mesh, (drafter, row), (state, one), out=row_specs(state))
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames="mesh")
@@ -188,8 +196,9 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
         ones = jnp.ones(rows, jnp.int32)
         blanks = jax.tree.map(blank, one)
         sampling = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), prompt.sampling)
+        shared = jax.tree.map(jnp.copy, job.request.drafter.shared())  # rounds donate the state
         finished: DecodeState = dataclasses.replace(
-            blanks, lengths=ones, finished=ones > 0, sampling=sampling
+            blanks, lengths=ones, finished=ones > 0, sampling=sampling, shared=shared
         )
         return finished
 

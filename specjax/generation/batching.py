@@ -76,7 +76,8 @@ def decode_many(
         reported in its `error`, and the others go on.
       rows: prompts decoded at a time; under a mesh a multiple of its data axis.
       max_new_tokens: the most tokens to generate per prompt.
-      drafter: proposes tokens; default Auto().
+      drafter: proposes tokens; default Auto(). All prompts share the memory of an Auto; one without
+        gets an empty one.
       sampling: draws tokens, each field one number or one per prompt; None: the greedy choice.
       key: a random key, from which prompt i gets fold_in(key, i), or one per prompt.
       stop_tokens: tokens that end a prompt's output; None: the model's own; () for none.

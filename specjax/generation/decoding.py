@@ -191,7 +191,10 @@ def _start_rows(params: Params, request: Request, rows: Rows) -> DecodeState:
     """Fills the cache with every prompt token but the last, which the first round reads."""
     cache = empty_cache(params, request, rows.tokens.shape[0])
     cache = prefill(params, rows.tokens[:, :-1], cache, request.activation)
-    return begin(params, request, cache, rows)
+    state, drafter = begin(params, request, cache, rows), request.drafter
+    none = jnp.zeros_like(state.lengths)
+    shared = drafter.learn(drafter.shared(), state.tokens, none, state.lengths)
+    return dataclasses.replace(state, shared=shared)
 
 
 def empty_cache(params: Params, request: Request, rows: int) -> KVCache:
@@ -203,7 +206,9 @@ def empty_cache(params: Params, request: Request, rows: int) -> KVCache:
 
 
 def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
-    """Returns the state before the first round. The cache holds every prompt token but the last."""
+    """Returns the state before the first round. The cache holds every prompt token but the last.
+
+    `shared` is not set yet."""
     tokens, lengths, limits, keys, sampling = rows
     count, width = tokens.shape
     pad_id = params.config.pad_id

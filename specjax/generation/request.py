@@ -18,6 +18,7 @@ from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.drafting import Auto
 from specjax.drafting.calibration import settled
+from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.generation.prompts import check_limits, check_logprobs, check_stop_tokens
 from specjax.model.config import ModelConfig
 from specjax.model.parallel import check_drafter
@@ -122,6 +123,14 @@ class Request:
         if isinstance(drafter, Auto):
             drafter = settled(drafter, params, rows, self.cache_bits, self.activation)
         return dataclasses.replace(self, drafter=drafter, cache_capacity=capacity)
+
+    def sharing(self, params: Params) -> Request:
+        """The request for many prompts, which share a memory of texts if the drafter takes one."""
+        drafter = self.drafter
+        if not isinstance(drafter, Auto) or drafter.memory is not None or params.mesh is not None:
+            return self
+        memory = SuffixMemory.create(params.config.vocab_size)
+        return dataclasses.replace(self, drafter=dataclasses.replace(drafter, memory=memory))
 
 
 def _check_types(params: object, drafter: object, sampling: object) -> None:

@@ -21,7 +21,8 @@ class Drafter(abc.ABC):
     it keeps a state or has something to check.
 
     Decoding calls `validate`, then `init` once the prompts are in the cache, then `propose` and
-    `observe` every round. JAX traces all but `validate`, so sizes are static.
+    `observe` every round; `learn` gets the prompts' tokens, then those of every round. JAX traces
+    all but `validate`, so sizes are static.
 
     inside: the names of the fields that hold drafters.
     """
@@ -79,6 +80,25 @@ class Drafter(abc.ABC):
           verified: what the model made of the proposal.
         """
         return draft
+
+    def shared(self) -> Any:
+        """Returns what the drafter keeps for all rows together, before any prompt.
+
+        Returns:
+          A pytree without an axis of rows; `state.shared` is it from then on. None where the
+          drafter keeps nothing, which is the default.
+        """
+        return None
+
+    def learn(self, shared: Any, tokens: jax.Array, begins: jax.Array, ends: jax.Array) -> Any:
+        """Returns what all rows share, after tokens came: a prompt's, or a round's.
+
+        Args:
+          shared: what they shared before.
+          tokens: int32[B, W], the texts of the rows.
+          begins, ends: int32[B], the new tokens of each are at places begins … ends - 1.
+        """
+        return shared
 
     def levels(self, draft: Any) -> tuple[Stats, ...]:
         """Returns counts of the drafter's own rounds of draft and verification, if it has any.

@@ -63,9 +63,10 @@ def _step(
         assert verified.logprobs is not None
         prompts = state.lengths - state.stats.generated
         logprobs = logprobs.put(slots - prompts[:, None], verified.logprobs)
+    tokens = state.tokens.at[rows, slots].set(verified.emitted, mode="drop")
     state = dataclasses.replace(
         state,
-        tokens=state.tokens.at[rows, slots].set(verified.emitted, mode="drop"),
+        tokens=tokens,
         lengths=lengths,
         finished=state.finished | stopped | failed | (lengths >= state.limits),
         failed=state.failed | failed,
@@ -73,6 +74,7 @@ def _step(
         draft=drafter.observe(state.draft, verified),
         stats=_count_round(state, verified),
         logprobs=logprobs,
+        shared=drafter.learn(state.shared, tokens, state.lengths, lengths),
     )
     return state, verified
 

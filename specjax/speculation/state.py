@@ -80,6 +80,7 @@ class DecodeState:
     lag: tokens before the last that the cache may lack. Static.
     depth: levels above this one; 0 for the target's own state. Static.
     logprobs: of the new tokens so far; None: nobody asked for them.
+    shared: what the drafter keeps for all rows together, without an axis of rows; None: nothing.
     """
 
     tokens: jax.Array
@@ -97,6 +98,7 @@ class DecodeState:
     lag: int = jax.tree.static(default=0)
     depth: int = jax.tree.static(default=0)
     logprobs: Logprobs | None = None
+    shared: Any = None
 
     @property
     def last_tokens(self) -> jax.Array:

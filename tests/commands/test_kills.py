@@ -45,6 +45,7 @@ COMMANDS = {
     "quantize": "quantize {inputs}/model out --quantize gptq --sequences 2 --length 32 "
     "--calibration {inputs}/corpus.txt",
     "export": "export tiny out",
+    "generate": "generate once --max-new-tokens 8 --memory out",
     "datastore": "datastore build {inputs}/corpus.txt out --keep 40 --length 16 --rows 2",
     "evaluate": f"evaluate mbpp piqa --out out {SHARED}",
     "table": f"evaluate table piqa --models A=tiny --out out {SHARED}",
@@ -55,6 +56,7 @@ COMMANDS = {
 }
 LINES = ("evaluate", "table")  # their outputs grow line by line
 GROWING = ("train", *LINES)  # what they leave may be less than the whole
+ADDING = ("export", "generate")  # they replace nothing, or add to what is there
 CASES = [
     pytest.param("convert", 2),
     *(pytest.param(name, TIMES, marks=pytest.mark.exhaustive) for name in COMMANDS),
@@ -114,7 +116,7 @@ def test_killed_while_it_writes(command: Command, whole: Whole, name: str, times
             before, records = records, count_records(command.target)
             assert records >= before
         assert name in GROWING or command.content() in (None, whole.content)
-        if (ended.status == 0 and name != "convert") or name == "export":  # it replaces nothing
+        if (ended.status == 0 and name != "convert") or name in ADDING:
             command.clear()
             records = 0
     ends_well(command, whole)
@@ -132,7 +134,7 @@ def test_interrupted_at_any_time(command: Command, whole: Whole, name: str, time
             assert re.search(r"specjax: interrupted[^\n\r]*\n$", ended.errors)
             assert all(str(path) in ended.errors for path in set(command.hidden()) - kept)
             assert name in GROWING or command.content() in (None, whole.content)
-        if ended.status == 0 or name == "export":
+        if ended.status == 0 or name in ADDING:
             command.clear()
         kept = set(command.hidden())
     ends_well(command, whole)

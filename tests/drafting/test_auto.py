@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import specjax
 from specjax.drafting import calibration
+from specjax.drafting.acceptance_rates import Guess
 from specjax.drafting.auto import Costs
 from specjax.drafting.suffix import longest_match
 from specjax.generation.decoding import start
@@ -103,11 +104,11 @@ def test_a_refused_model_is_tried_again() -> None:
     """Its drafts are forgotten in rounds without any, until they promise something again."""
     drafter = CHOICES["its model"]
     state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
-    refused = state._replace(kept=state.kept.at[:, -1].set(0.0))
+    refused = state._replace(rates=state.rates._replace(kept=state.rates.kept.at[:, -1].set(0.0)))
     rates = []
     for _ in range(100):
         refused = drafter.observe(refused, _verified(rows=3))
-        rates.append(float(refused.kept[0, -1] / refused.tested[0, -1]))
+        rates.append(float(refused.rates.kept[0, -1] / refused.rates.tested[0, -1]))
     assert rates[0] < 0.1 and rates[-1] > 0.8 and rates == sorted(rates)
 
 
@@ -115,11 +116,12 @@ def test_what_the_text_proposed_is_judged_without_a_draft() -> None:
     drafter = CHOICES["nothing"]
     state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
     match = longest_match(jnp.asarray(REPEATED), jnp.full(3, REPEATED.shape[1]), 8, 7)
-    state = state._replace(match=match)
+    longest = jnp.full_like(match.tokens, 3)  # the kind of the longest matches
+    state = state._replace(text=Guess(match.tokens, longest, match.counts))
     right = _verified(rows=3, emitted=match.tokens[:, :1], count=1)
     wrong = _verified(rows=3, emitted=match.tokens[:, :1] + 1, count=1)
     rates = [
-        np.asarray(after.kept / after.tested)[:, 3]
+        np.asarray(after.rates.kept / after.rates.tested)[:, 3]
         for after in (state, drafter.observe(state, right), drafter.observe(state, wrong))
     ]
     assert (rates[2] < rates[0]).all() and (rates[0] < rates[1]).all()

@@ -52,7 +52,7 @@ NAMED: dict[tuple[str, str], tuple[str, object]] = {
     ("multi-level", "outer"): ("qspec:activation=a4", specjax.QSpec(activation="a4")),
     ("multi-level", "inner"): ("spectra", specjax.Spectra()),
 }
-OBJECTS = {"costs", "params", "draft_tokenizer", "target_tokenizer", "datastore"}
+OBJECTS = {"costs", "params", "draft_tokenizer", "target_tokenizer", "datastore", "memory"}
 FIELDS = [(name, field) for name in DRAFTERS for field in options(name) if field not in OBJECTS]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specjax.commands.files import read_prompts
 from specjax.drafting.datastore import Datastore
+from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.evaluation.runs import Results
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Setup
@@ -73,6 +74,22 @@ def datastore(folder: Path) -> Reader:
     return read, st.one_of(*cases)
 
 
+def suffix_memory(folder: Path) -> Reader:
+    place = folder / "memory"
+    SuffixMemory.create(4, capacity=5).add([[1, 2, 3], [2, 1]]).save(place)
+    files = {file.name: file.read_bytes() for file in place.iterdir()}
+    manifest = changed_json(json.loads(files["suffix_memory.json"]))
+    cases = [st.tuples(st.just("suffix_memory.json"), manifest)]
+    cases += [st.tuples(st.just(name), changed_bytes(data)) for name, data in files.items()]
+
+    def read(case: tuple[str, bytes]) -> None:
+        for name, data in (files | dict([case])).items():
+            (place / name).write_bytes(data)
+        SuffixMemory.load(place)
+
+    return read, st.one_of(*cases)
+
+
 def prompts(folder: Path) -> Reader:
     lines = b'{"prompt": "a"}\n\n{"text": "b", "question": 1}\n'
 
@@ -120,6 +137,7 @@ def task_files(folder: Path) -> Reader:
 READERS = (
     results,
     datastore,
+    suffix_memory,
     prompts,
     task_files,
 )

@@ -75,6 +75,11 @@ DRAFTERS = {
         Costs(np.array([1, 1.01, 1.02, 1.5], np.float32), np.float32(0.02)),
         specjax.LayerSkip((0,), 2),
     ),
+    "auto and a memory": specjax.Auto(
+        Costs(np.ones(4, np.float32), np.float32(1)),
+        memory=specjax.SuffixMemory.create(VOCABULARY, capacity=9).add([[0, 1, 2, 1] * 4]),
+    ),
+    "token recycling": specjax.TokenRecycling(5, 3),
     "lookahead": Lookahead(3, 2, 2, capacity=64),
     "spectra and a corpus": Combined(
         Spectra(3, 2, 1, refine=0.5, capacity=64), Retrieval(STORE, depth=2, shortest=1), extra=6

@@ -1,0 +1,77 @@
+"""How often drafts are kept, by row and by kind of draft, and what more of them promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_WEIGHT = 4.0  # drafts that a prior counts for
+_MEMORY = 32.0  # drafts, roughly, over which acceptance is averaged
+
+
+class Guess(NamedTuple):
+    """Tokens that may come next.
+
+    tokens: int32[B, N].
+    kinds: int32[B, N], the kind of draft that each is.
+    counts: int32[B], leading tokens that count.
+    """
+
+    tokens: jax.Array
+    kinds: jax.Array
+    counts: jax.Array
+
+
+class Rates(NamedTuple):
+    """Recent drafts of K kinds, f32[B, K] each: those that were kept, and that were decided on."""
+
+    kept: jax.Array
+    tested: jax.Array
+
+    @classmethod
+    def create(cls, rows: int, priors: Sequence[float]) -> Rates:
+        """The rates before any draft, one per kind."""
+        tested = jnp.full((rows, len(priors)), _WEIGHT)
+        return cls(tested * jnp.array(priors), tested)
+
+    def of(self, kinds: jax.Array) -> jax.Array:
+        """The shares of drafts of these kinds that were kept. int32[B, N] -> f32[B, N]."""
+        return jnp.take_along_axis(self.kept / self.tested, kinds, axis=1)
+
+    def gains(self, guess: Guess) -> jax.Array:
+        """Tokens that a round of 0 … N of the guess's tokens is expected to gain, the target's own
+        included (Leviathan et al. 2023, equation 1). f32[B, N + 1].
+
+        Tokens beyond its counts gain nothing.
+        """
+        meant = jnp.arange(guess.tokens.shape[1]) < guess.counts[:, None]
+        kept = jnp.cumprod(jnp.where(meant, self.of(guess.kinds), 0), axis=1)
+        return 1 + jnp.pad(jnp.cumsum(kept, axis=1), ((0, 0), (1, 0)))
+
+    def judged(self, guess: Guess, came: jax.Array, count: jax.Array) -> Rates:
+        """The rates after the tokens that came: int32[B, N], of which the first count: int32[B]
+        are the row's next ones. A guess is decided up to its first wrong token."""
+        place = jnp.arange(came.shape[1])
+        decided = place < jnp.minimum(guess.counts, count)[:, None]
+        right = jnp.cumprod((guess.tokens == came) & decided, axis=1, dtype=jnp.float32)
+        before = jnp.pad(right[:, :-1], ((0, 0), (1, 0)), constant_values=1)
+        return self.after(guess.kinds, decided * before, right)
+
+    def after(self, kinds: jax.Array, tested: jax.Array, kept: jax.Array) -> Rates:
+        """The rates after drafts of these kinds, [B, N] each."""
+        each = jax.nn.one_hot(kinds, self.kept.shape[1])
+        tested, kept = (jnp.sum(each * count[..., None], axis=1) for count in (tested, kept))
+        fade = (1 - 1 / _MEMORY) ** tested
+        return Rates(self.kept * fade + kept, self.tested * fade + tested)
+
+    def forgotten(self, kind: int, prior: float, idle: jax.Array) -> Rates:
+        """The rates with one kind's a little closer to its prior in rows that are idle, bool[B]."""
+        fade = jnp.where(idle, 1 - 1 / _MEMORY, 1.0)
+
+        def towards(values: jax.Array, usual: float) -> jax.Array:
+            return values.at[:, kind].set(usual + (values[:, kind] - usual) * fade)
+
+        return Rates(towards(self.kept, prior * _WEIGHT), towards(self.tested, _WEIGHT))
