@@ -61,7 +61,7 @@ FORMATS = {
     "int8": Int8Weight,
     "outliers": Outliers,
     "bfloat12": Bfloat12Weight,
-    "nested": NestedWeight,
+    "nested16": NestedWeight,
 }
 _CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "minima", "outliers", "order")  # parts that a weight may lack

@@ -2,10 +2,10 @@
 
 The high byte of a bfloat16 holds the sign and the upper seven bits of the exponent. Trained weights
 that lie side by side have similar exponents, so few high bytes occur among them. Every piece of
-TILE outputs by PALETTE_INPUTS inputs has a palette: its 16 most frequent high bytes. They are
-usually eight binades of either sign, twice, and zero where a matrix has many zeros. A weight is its
-low byte and the number of its high byte in the palette. Other high bytes are escapes, listed for
-every tile in the order of the inputs.
+TILE outputs by PALETTE_INPUTS inputs has a palette: its 16 most frequent high bytes. They usually
+span 16 exponents of either sign, and hold zero where a matrix has many zeros. A weight is its low
+byte and the number of its high byte in the palette. Other high bytes are escapes, listed for every
+tile in the order of the inputs.
 
 The weights of a tile are stored as CPUs read them fastest (`pallas_kernels.interleave`), on every
 platform. Kernels for CPUs rebuild the bfloat16 in registers and multiply in the order of the plain

@@ -5,7 +5,13 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.arrays import TILE
-from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS, Bfloat12Weight
+from pallas_kernels.bfloat12 import (
+    BLOCK_INPUTS,
+    MOST_INPUTS,
+    PALETTE,
+    PALETTE_INPUTS,
+    Bfloat12Weight,
+)
 from pallas_kernels.formats import (
     SCALE_DTYPES,
     Bfloat16Weight,
@@ -79,6 +85,8 @@ def _check_planes(weight: NestedWeight) -> None:
 
 def _check_bfloat12(weight: Bfloat12Weight) -> None:
     n, k = weight.shape
+    if k > MOST_INPUTS:
+        raise ValueError(f"a matrix in 12 bits must have at most {MOST_INPUTS} inputs, got {k}")
     tiles = -(-n // TILE)
     words = 3 * -(-k // BLOCK_INPUTS)
     _check("packed", weight.packed, (tiles, words, 4 * TILE), ("uint8",))

@@ -26,6 +26,7 @@ from benchmarks.kernels import torch_kernels
 from benchmarks.kernels.rates import device_name, rates
 from benchmarks.support import common
 from pallas_kernels import cpu, mosaic_gpu
+from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
@@ -87,6 +88,14 @@ def _bfloat16(rng: np.random.Generator, n: int, k: int) -> Bfloat16Weight:
     return Bfloat16Weight(jnp.tile(values, (n, 1)))
 
 
+def _bfloat12(rng: np.random.Generator, n: int, k: int) -> Bfloat12Weight:
+    """In 12 bits, normal weights of which some are escapes; 512 outputs are repeated."""
+    values = jnp.asarray(rng.normal(size=(512, k)) * 0.02, jnp.bfloat16)
+    weight, _ = bfloat12(values.view(jnp.uint16))
+    assert weight is not None and n % 512 == 0
+    return jax.tree.map(lambda leaf: jnp.tile(leaf, (n // 512, 1, 1)[: leaf.ndim]), weight)
+
+
 def kernels() -> dict[str, Kernel]:
     """The measured kernels. 16-bit products are bfloat16 where the machine multiplies that."""
     has_bfloat16 = jax.default_backend() != "cpu" or not BFLOAT16_SETS.isdisjoint(
@@ -101,6 +110,7 @@ def kernels() -> dict[str, Kernel]:
         "mxfp4a8": Kernel(_mxfp4, "a8", "integer"),
         "w8a8": Kernel(_int8, "a8", "integer"),
         "w16a16": Kernel(_bfloat16, "a16", wide),
+        "w12a16": Kernel(_bfloat12, "a16", wide),
     }
 
 

@@ -71,9 +71,12 @@ def _texts(data: Path, kind: str) -> Iterator[str]:
 
 @cache
 def target(name: str) -> Params:
-    """The model "gguf" or "bfloat16"."""
+    """The model "gguf" or "bfloat16", or the latter kept exactly: "bfloat12", "nested16"."""
     exact = specjax.load(MODEL)
-    return exact if name == "gguf" else specjax.dequantize(exact, "bfloat16")
+    if name == "gguf":
+        return exact
+    plain = specjax.dequantize(exact, "bfloat16")
+    return plain if name == "bfloat16" else specjax.quantize(plain, name, group_size=64)
 
 
 def cases() -> dict[str, Case]:
@@ -101,10 +104,17 @@ def cases() -> dict[str, Case]:
         "MXFP4 cast, a8": lambda: cast("mxfp4", activation="a8"),
         "MXFP4 cast, a8, ANPD below": lambda: MultiLevel(cast("mxfp4", 8, "a8"), NGram(2)),
     }
+    nested: dict[str, Callable[[], Drafter]] = {
+        f"nested, QSpec({length}) a8": lambda length=length: QSpec(length, "a8")
+        for length in (2, 3, 4)
+    }
+    nested["Auto, nested"] = specjax.Auto
     for bits, group_size in itertools.product((4, 3, 2), (32, 64, 128)):
         options = {"bits": bits, "group_size": group_size}
         casts[f"INT{bits} cast, g{group_size}"] = lambda options=options: cast("rtn", **options)
     return {
         **{name: Case("gguf", make) for name, make in own.items()},
         **{name: Case("bfloat16", make) for name, make in casts.items()},
+        "Auto, 12 bits": Case("bfloat12", specjax.Auto),
+        **{name: Case("nested16", make) for name, make in nested.items()},
     }

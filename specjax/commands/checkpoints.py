@@ -33,7 +33,8 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
         metavar="METHOD",
         default=quantize,
         help="rtn, rtn-clip, int8, mxfp4, mxfp4-even; with calibration text: gptq, "
-        "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others",
+        "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others; exact: "
+        "bfloat12, nested16",
     )
     for old in ("--quantization", "--method"):
         add(old, dest="quantize", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -1,8 +1,10 @@
 """QSpec: the same 4-bit weights draft with low-precision activations (Zhao et al., section 3.1).
 
-Draft and verification share the weights and the KV cache. The draft writes its entries past the
-committed ones; the verification, which reads the same tokens at the same places, writes the precise
-entries over them. So nothing is held twice, and every later draft reads a precise context.
+Draft and verification share the weights and the KV cache. The weights of a nested model have two
+planes (`pallas_kernels.nested`): the draft reads the 4-bit one, the verification the exact one. The
+draft writes its entries past the committed ones; the verification, which reads the same tokens at
+the same places, writes the precise entries over them. So nothing is held twice, and every later
+draft reads a precise context.
 """
 
 from __future__ import annotations

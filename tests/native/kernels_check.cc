@@ -66,7 +66,10 @@ enum class Points { kNone, kZeros, kMinima };
 // A random weight, stored row by row and interleaved, and its values.
 struct Matrix {
   Matrix(Kind kind, Scale scale, int64_t group_size, Points points) {
-    if (kind == Kind::kBfloat12) return make_bfloat12();
+    if (kind == Kind::kBfloat12) {
+      make_bfloat12();
+      return;
+    }
     w.kind = kind, w.scale = scale, w.n = kOutputs;
     w.inputs = w.quantized() ? (kInputs + kPlanePair - 1) / kPlanePair * kPlanePair : kInputs;
     if (w.quantized()) w.group_size = group_size == 0 ? w.inputs : group_size;

@@ -142,13 +142,13 @@ class FewRows {
     for (int64_t slice = begin; slice < last; ++slice, x += kDepth * R) {
       if (kind == Kind::kBfloat12 && escapes_before(start + (slice + 1) * kSliceInputs)) {
         add_with_escapes(start + slice * kSliceInputs, x, sums[0]);
-        SPECJAX_UNROLL for (int v = 0; v < V; ++v) ask<kSliceLines>(from[v]);
+        SPECJAX_UNROLL for (int v = 0; v < V; ++v) pass<kSliceLines>(from[v], true);
       } else {
         SPECJAX_UNROLL for (int line = 0; line < kSliceLines; line += Decode::kLines) {
           typename Decode::Stored stored[V];
           SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
             stored[v] = read(from[v], v);
-            if (first == 0 || !kSameWords) ask<Decode::kLines>(from[v]);
+            pass<Decode::kLines>(from[v], first == 0 || !kSameWords);
           }
           SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
             SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
@@ -175,11 +175,11 @@ class FewRows {
     }
   }
 
-  // Steps over kCount lines and prefetches those that lie so far ahead.
+  // Steps over kCount lines. `ask`: prefetches those that the first portion reads later.
   template <int kCount>
-  SPECJAX_INLINE void ask(const uint8_t*& from) const {
+  SPECJAX_INLINE void pass(const uint8_t*& from, bool ask) const {
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kLineBytes) {
-      if (row_ == 0) __builtin_prefetch(from + ahead_);
+      if (ask && row_ == 0) __builtin_prefetch(from + ahead_);
     }
   }
 
