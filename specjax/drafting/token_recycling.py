@@ -4,8 +4,8 @@
 Every pass gives the most probable next tokens at all of its places, and most of them are thrown
 away. A matrix keeps them: the last time that a token was read, by whatever path, its most probable
 successors. A round proposes a tree of one shape: successors of the last token, their successors,
-and so on. The matrix costs 4 · V · `successors` bytes per row and starts empty with every text; the
-paper keeps it from one request to the next.
+and so on. The matrix costs 4 · V · `successors` bytes per row and begins with what followed each
+token in the prompt; the paper keeps it from one request to the next.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ class TokenRecycling(Drafter):
     def init(self, params: Params, state: DecodeState, width: int) -> RecycledState:
         rows = state.tokens.shape[0]
         matrix = jnp.full((rows, state.vocab_size, self.successors), _NOTHING, jnp.int32)
+        tokens, follow = state.tokens[:, : width - 1], state.tokens[:, 1:width]
+        meant = jnp.arange(1, width) < state.lengths[:, None]
+        tokens = jnp.where(meant, tokens, state.vocab_size)
+        matrix = matrix.at[jnp.arange(rows)[:, None], tokens, 0].set(follow, mode="drop")
         return RecycledState(matrix, jnp.full((rows, 1 + self.nodes), state.vocab_size, jnp.int32))
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:

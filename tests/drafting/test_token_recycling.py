@@ -60,6 +60,17 @@ def test_the_matrix_holds_what_the_target_thought_likely() -> None:
             np.testing.assert_array_equal(after[row, others], before[row, others])
 
 
+def test_the_matrix_begins_with_the_prompt() -> None:
+    prompts = [[1, 2, 3, 4], [5, 6, 5, 7, 5]]
+    state = start(PARAMS, prompts, drafter=specjax.TokenRecycling(9, 4), max_new_tokens=NEW)
+    known: list[dict[int, int]] = [{1: 2, 2: 3, 3: 4}, {5: 7, 6: 5, 7: 5}]
+    for row, follow in enumerate(known):
+        matrix = np.full((CONFIG.vocab_size, 4), -1)
+        for token, after in follow.items():
+            matrix[token, 0] = after
+        np.testing.assert_array_equal(state.draft.matrix[row], matrix)
+
+
 def test_the_tree_follows_the_matrix() -> None:
     drafter = specjax.TokenRecycling(12, 3)
     state = start(PARAMS, PROMPTS, drafter=drafter, max_new_tokens=NEW, stop_tokens=())
