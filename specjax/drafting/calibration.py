@@ -10,9 +10,8 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import weakref
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,6 +22,7 @@ from pallas_kernels.activations import Activation
 from pallas_kernels.cpu.sources import digest
 from specjax.drafting.auto import WIDTHS, Auto, Costs
 from specjax.drafting.qspec import QSpec
+from specjax.files.machine import machine
 from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
@@ -158,24 +158,11 @@ def _description(params: Params, rows: int, cache_bits: int) -> str:
     return json.dumps({
         "version": __version__,
         "kernels": digest(),
-        "machine": _machine(),
+        "machine": machine(),
         "model": hashlib.sha256(f"{structure} {shapes}".encode()).hexdigest(),
         "rows": rows,
         "cache_bits": cache_bits,
     })  # fmt: skip
-
-
-@cache
-def _machine() -> str:
-    """The device's kind; for a CPU, its name and the number of its cores at hand."""
-    kind: str = jax.devices()[0].device_kind
-    if jax.default_backend() != "cpu":
-        return kind
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{kind} {names[0] if names else ''} {cores}"
 
 
 def _read(file: Path, described: str) -> Costs | None:
