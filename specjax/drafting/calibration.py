@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import weakref
 from functools import partial
@@ -37,6 +38,7 @@ _TURNS = 5
 _LONGEST = 5  # drafts of the model itself per round
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 
+_log = logging.getLogger(__name__)
 _measured: dict[str, Costs] = {}  # by description, in this process
 # Describing a model takes a while, so its costs are also found by the object.
 _of_model: dict[tuple[int, int, int], tuple[weakref.ref[Params], Costs]] = {}
@@ -91,6 +93,7 @@ def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
         if found is None:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
                 return Costs.usual(rows)
+            _log.info("measuring once what drafting costs on this machine: a few seconds")
             found = measure_costs(params, rows, cache_bits)
             if place is not None:
                 _write(place / f"{name}.json", described, found)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jaxlib.mlir import ir
@@ -61,8 +61,10 @@ def kept(program: Any, *args: Any, **static: Hashable) -> Callable[..., Any]:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return usual
     types = tuple((value.shape, value.dtype, value.weak_type) for value in map(jax.typeof, leaves))
-    settings = tuple(jax.config.values.values())
-    name = _name(program, tree, types, tuple(static.items()), settings)
+    settings = jax.config.values
+    if settings["jax_disable_jit"]:
+        return usual
+    name = _name(program, tree, types, tuple(static.items()), tuple(settings.values()))
     place = place_of_programs()
     if name is None or name in _compiled_here or place is None:
         return usual
@@ -78,7 +80,7 @@ def _name(
     program: Any, tree: Any, types: Hashable, static: Hashable, settings: tuple[Hashable, ...]
 ) -> str | None:
     """The name of the file that keeps a program; None if the program is not to be kept."""
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or jax.config.jax_disable_jit:
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return None
     told = io.BytesIO()
     pickler = _Pickler(told)
@@ -119,7 +121,8 @@ def _surroundings() -> tuple[object, ...]:
             if file.suffix in (".py", ".h", ".cc"):
                 sources.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return (
-        sources.hexdigest(), __version__, jax.__version__, jaxlib.__version__, np.__version__,
+        sources.hexdigest(), __version__,
+        jax.__version__, jaxlib.version.__version__, np.__version__,
         platform.python_version(), os.environ.get("XLA_FLAGS"), machine(),
     )  # fmt: skip
 
@@ -132,7 +135,8 @@ def _loaded(file: Path, tree: Any) -> jax.stages.Compiled:
     if hashlib.sha256(rest).digest() != digest:
         raise ValueError(f"{file} is damaged")
     executable, result = pickle.loads(rest)
-    return deserialize_and_load(executable, tree, result)
+    program: jax.stages.Compiled = deserialize_and_load(executable, tree, result)
+    return program
 
 
 def _compile_and_keep(
