@@ -153,12 +153,12 @@ def _compile_and_keep(
     compiled = lowered.compile()
     if _events[_FOUND] > before:
         return
-    executable, _, result = serialize(compiled)
-    rest = pickle.dumps((executable, result))
     try:
+        executable, _, result = serialize(compiled)
+        rest = pickle.dumps((executable, result))
         with replacing_file(file) as new:
             new.write_bytes(hashlib.sha256(rest).digest() + rest)
-    except OSError:
+    except (OSError, ValueError, NotImplementedError):  # of a program that JAX cannot write out
         return
 
 
