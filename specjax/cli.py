@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -51,10 +52,20 @@ def _one_line(message: Warning | str, *where: object, **line: object) -> str:
     return f"specjax: {printable(message, 2000)}\n"
 
 
+def _show_log() -> None:
+    """From now on what the library logs, such as what it makes the user wait for, is shown."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("specjax: %(message)s"))
+    log = logging.getLogger("specjax")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
 def run() -> NoReturn:
     """Runs the command of this process, and ends it."""
     interruption.listen("specjax")
     warnings.formatwarning = _one_line
+    _show_log()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot show, it still prints
     interruption.end(main())

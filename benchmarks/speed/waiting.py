@@ -3,7 +3,8 @@
 Each row is a new process, in which SmolLM2 answers a prompt once per column:
 
     import, load     `import specjax` beyond `import jax`, and `specjax.load("smollm2")`
-    first            the first decode, with nothing compiled yet, or with what a process before kept
+    first            the first decode, with nothing compiled yet, or with what a process before
+                     kept; Auto's first of all also measures what passes cost
     length, output, temperature
                      another prompt length, another max_new_tokens, and another temperature; each
                      decodes a few tokens and compiles nothing
@@ -26,6 +27,7 @@ from benchmarks.support.common import parser, table, write
 
 DRAFTERS = {
     "plain": "specjax.Autoregressive()",
+    "Auto": "specjax.Auto()",
     "QSpec": "specjax.QSpec()",
     "two levels": "specjax.MultiLevel(specjax.QSpec(8), specjax.NGram(2))",
     "CORE, N = 4, W = 3, G = 4": "specjax.Spectra(ngram=4, window=3, guesses=4)",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
-import os
 import weakref
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,6 +23,7 @@ from pallas_kernels.activations import Activation
 from pallas_kernels.cpu.sources import digest
 from specjax.drafting.auto import WIDTHS, Auto, Costs
 from specjax.drafting.qspec import QSpec
+from specjax.files.machine import machine
 from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
@@ -37,6 +38,7 @@ _TURNS = 5
 _LONGEST = 5  # drafts of the model itself per round
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 
+_log = logging.getLogger(__name__)
 _measured: dict[str, Costs] = {}  # by description, in this process
 # Describing a model takes a while, so its costs are also found by the object.
 _of_model: dict[tuple[int, int, int], tuple[weakref.ref[Params], Costs]] = {}
@@ -91,6 +93,7 @@ def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
         if found is None:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
                 return Costs.usual(rows)
+            _log.info("measuring once what drafting costs on this machine: a few seconds")
             found = measure_costs(params, rows, cache_bits)
             if place is not None:
                 _write(place / f"{name}.json", described, found)
@@ -158,24 +161,11 @@ def _description(params: Params, rows: int, cache_bits: int) -> str:
     return json.dumps({
         "version": __version__,
         "kernels": digest(),
-        "machine": _machine(),
+        "machine": machine(),
         "model": hashlib.sha256(f"{structure} {shapes}".encode()).hexdigest(),
         "rows": rows,
         "cache_bits": cache_bits,
     })  # fmt: skip
-
-
-@cache
-def _machine() -> str:
-    """The device's kind; for a CPU, its name and the number of its cores at hand."""
-    kind: str = jax.devices()[0].device_kind
-    if jax.default_backend() != "cpu":
-        return kind
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{kind} {names[0] if names else ''} {cores}"
 
 
 def _read(file: Path, described: str) -> Costs | None:

@@ -117,12 +117,11 @@ class Spectra(WindowDrafter):
         """Makes one guess as long as n-grams continue it: int32[B, 1, backward_length] and
         int32[B, 1]."""
         context = last_tokens(state.tokens, state.lengths, self.ngram - 1)
-        going, guess = jnp.ones_like(state.finished), []
-        length = jnp.zeros_like(state.lengths)
-        for _ in range(self.backward_length):
+
+        def extend(context: jax.Array, _: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             token, found = table.next_token(context, parts=self.parts)
-            going &= found
-            length += going
-            guess.append(token)
-            context = jnp.concatenate((context[:, 1:], token[:, None]), axis=1)
-        return jnp.stack(guess, axis=1)[:, None], length[:, None]
+            return jnp.concatenate((context[:, 1:], token[:, None]), axis=1), (token, found)
+
+        _, (tokens, found) = lax.scan(extend, context, length=self.backward_length)
+        length = jnp.sum(jnp.cumprod(found, axis=0, dtype=jnp.int32), axis=0)
+        return tokens.T[:, None], length[:, None]

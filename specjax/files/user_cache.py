@@ -26,6 +26,15 @@ def keep_compiled_programs() -> None:
     settings.update("jax_persistent_cache_min_compile_time_secs", 0.02)
 
 
+def place_of_programs() -> Path | None:
+    """The directory of whole programs (`kept_programs`); None where JAX keeps none in ours."""
+    settings: Any = jax.config
+    compiled = kept_files("compiled")
+    if compiled is None or settings.jax_compilation_cache_dir != str(compiled):
+        return None
+    return kept_files("programs")
+
+
 def kept_files(kind: str) -> Path | None:
     """The directory of that name in the user's cache; None where nothing is to be kept."""
     settings: Any = jax.config

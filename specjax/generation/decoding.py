@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.settings import own_settings
+from specjax.files.kept_programs import kept
 from specjax.generation.prompts import Prompt
 from specjax.generation.request import Options, Request
 from specjax.generation.rows import Rows, bucketed, fitted, prompt_rows
@@ -120,7 +121,8 @@ def decode_request(
 ) -> DecodeResult:
     """`decode` with its options already made into a request."""
     rows = prompt_rows(params, request, prompt, prompt_lengths, key)
-    result = _decode(params, *bucketed(params, request, rows))
+    args = (params, *bucketed(params, request, rows))
+    result = kept(_decode, *args)(*args)
     return _cut(result, rows.tokens.shape[1], request.max_new_tokens)
 
 
@@ -145,7 +147,8 @@ def start_request(
 ) -> DecodeState:
     """`start` with its options already made into a request, and with buffers of a bucket."""
     rows = prompt_rows(params, request, prompt, None, key)
-    after: DecodeState = _start(params, *bucketed(params, request, rows))
+    args = (params, *bucketed(params, request, rows))
+    after: DecodeState = kept(_start, *args)(*args)
     return after
 
 

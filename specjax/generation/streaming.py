@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from specjax.files.kept_programs import kept
 from specjax.generation.batch import Batch, Completion, completed, open_batch
 from specjax.generation.decoding import start_request
 from specjax.generation.prompts import check_ids
@@ -138,8 +139,9 @@ def stream_many(
 def _stream_one(params: Params, request: Request, state: DecodeState) -> Iterator[Round]:
     """Runs a state of one row to its end. The given state is donated."""
     completion = None
+    run = kept(step, params, state, request.drafter, activation=request.activation)
     while completion is None:
-        state, verified = step(params, state, request.drafter, request.activation)
+        state, verified = run(params, state, request.drafter)
         if state.finished[0]:
             completion = completed(params, request, state, 0)
         yield dataclasses.replace(_rounds(verified, params.mesh)[0], completion=completion)

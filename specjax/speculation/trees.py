@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 
@@ -55,20 +56,18 @@ def ancestors(parents: Int32[Array, "B N"]) -> Int32[Array, "B N N"]:
     Entry d is the node at depth d; numbers rise along a path.
     """
     b, n = parents.shape
-    upwards = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[:, None], (b, n, 1))
-    jump = parents  # as many steps upwards as `upwards` is wide
-    while upwards.shape[2] < n:
-        upwards = jnp.concatenate((upwards, _follow(upwards, jump)), axis=2)
-        jump = _follow(jump[..., None], jump)[..., 0]
-    place = jnp.sum(upwards >= 0, axis=2)[..., None] - 1 - jnp.arange(n)
-    path = jnp.take_along_axis(upwards, jnp.maximum(place, 0), axis=2)
-    return jnp.where(place >= 0, path, -1)
+    rows = jnp.arange(b)
 
+    def extend(node: jax.Array, paths: jax.Array) -> jax.Array:
+        """The paths with that of one more node: it goes on where its parent's ends."""
+        parent = parents[:, node]
+        above = jnp.where(parent[:, None] >= 0, paths[rows, jnp.maximum(parent, 0)], -1)
+        depth = jnp.sum(above >= 0, axis=1, keepdims=True)
+        return paths.at[:, node].set(jnp.where(jnp.arange(n) == depth, node, above))
 
-def _follow(values: jax.Array, nodes: jax.Array) -> jax.Array:
-    """Returns values[b, nodes[b, i]], or -1 for node -1. [B, N, D], [B, N] -> [B, N, D]."""
-    found = jnp.take_along_axis(values, jnp.maximum(nodes, 0)[..., None], axis=1)
-    return jnp.where(nodes[..., None] >= 0, found, -1)
+    # A loop, because it compiles fast: parents come before their children.
+    paths: jax.Array = lax.fori_loop(0, n, extend, jnp.full((b, n, n), -1, jnp.int32))
+    return paths
 
 
 def depths(paths: Int32[Array, "B N depth"]) -> Int32[Array, "B N"]:

@@ -20,6 +20,29 @@ params = specjax.load("tiny")
 result = specjax.decode(params, [1, 2, 3], max_new_tokens=4, drafter=specjax.Autoregressive())
 print("/jax/compilation_cache/cache_hits" in found, result.tokens.tolist())
 """
+TRACES = """
+import jax
+
+traced = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, fun_name="", **__: traced.append(fun_name) if "trace" in event else None
+)
+import specjax
+from specjax.drafting import Autoregressive
+
+
+@jax.tree_util.register_dataclass
+class Own(Autoregressive):
+    pass
+
+
+params = specjax.load("tiny")
+drafter = {drafter}
+result = specjax.decode(params, [1, 2, 3], max_new_tokens=4, drafter=drafter)
+rounds = list(specjax.stream(params, [1, 2, 3], max_new_tokens=4, drafter=drafter))
+found = "_decode" in traced, "_start" in traced, "step" in traced
+print(*found, result.tokens.tolist(), sum((each.tokens for each in rounds), []))
+"""
 SAYS_WHERE = """
 import jax
 import specjax
@@ -44,6 +67,27 @@ def test_the_second_process_finds_them(tmp_path: Path) -> None:
     assert first.startswith("False ")
     assert second == first.replace("False", "True")
     assert list((tmp_path / "specjax" / "compiled").iterdir())
+
+
+@pytest.mark.parametrize("drafter", ["Autoregressive()", "specjax.Auto()"])
+def test_the_second_process_traces_nothing(drafter: str, tmp_path: Path) -> None:
+    program = TRACES.format(drafter=drafter)
+    first, second = (_printed(program, tmp_path) for _ in range(2))
+    assert first.startswith("True True True ")
+    assert second == first.replace("True", "False")
+
+
+def test_a_drafter_of_the_callers_own_is_traced(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert _printed(TRACES.format(drafter="Own()"), tmp_path).startswith("True True True ")
+
+
+def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
+    program = TRACES.format(drafter="Autoregressive()")
+    first = _printed(program, tmp_path)
+    for file in (tmp_path / "specjax" / "programs").iterdir():
+        file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    assert _printed(program, tmp_path) == first
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.support.random_models import CONFIG, quantized_model, random_prompts
 
 PARAMS = quantized_model()
 PLAIN: dict[str, Any] = {"drafter": specjax.Autoregressive()}
+BOTH = pytest.mark.parametrize("drafter", [specjax.Autoregressive(), None], ids=["plain", "Auto"])
 
 
 def _prompt(length: int) -> list[int]:
@@ -37,21 +38,27 @@ def compiled() -> Callable[[], int]:
     return lambda: _decode._cache_size() - before
 
 
-def test_fifty_lengths_are_five_programs(compiled: Callable[[], int]) -> None:
+@BOTH
+def test_fifty_lengths_are_five_programs(
+    drafter: specjax.Drafter | None, compiled: Callable[[], int]
+) -> None:
     for length in range(1, 51):
-        specjax.decode(PARAMS, _prompt(length), max_new_tokens=2, **PLAIN)
+        specjax.decode(PARAMS, _prompt(length), max_new_tokens=2, drafter=drafter)
     assert compiled() == len({16, 24, 32, 48, 64})
 
 
-def test_outputs_and_temperatures_are_one_program(compiled: Callable[[], int]) -> None:
+@BOTH
+def test_outputs_and_temperatures_are_one_program(
+    drafter: specjax.Drafter | None, compiled: Callable[[], int]
+) -> None:
+    options: dict[str, Any] = {"drafter": drafter, "stop_tokens": (7,)}
     for new in (1, 3, 8, 13, 16):
-        specjax.decode(PARAMS, _prompt(3), max_new_tokens=new, stop_tokens=(7,), **PLAIN)
+        specjax.decode(PARAMS, _prompt(3), max_new_tokens=new, **options)
     assert compiled() == 1
     for temperature in np.linspace(0.1, 2, 10).tolist():
         sampling = specjax.Sampling(temperature=temperature)
-        specjax.decode(
-            PARAMS, _prompt(3), max_new_tokens=2, sampling=sampling, key=jax.random.key(0), **PLAIN
-        )
+        key = jax.random.key(0)
+        specjax.decode(PARAMS, _prompt(3), max_new_tokens=2, sampling=sampling, key=key, **options)
     assert compiled() == 2
 
 
