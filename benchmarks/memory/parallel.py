@@ -125,7 +125,7 @@ def device_bytes(tree: Any) -> Counter[jax.Device]:
 def collectives(
     params: specjax.Params, prompt: np.ndarray, new: int, **options: Any
 ) -> Counter[tuple[tuple[str, Any], ...]]:
-    """The collectives in `decode`'s compiled program with QSpec: kind, resulting array, its bytes."""
+    """The collectives in `decode`'s program with QSpec: kind, resulting array, its bytes."""
     program = jax.jit(specjax.decode, static_argnames="max_new_tokens")
     options = {"max_new_tokens": new, "drafter": specjax.QSpec(), **options}
     text = program.lower(params, prompt, **options).compile().as_text()
