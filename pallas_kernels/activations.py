@@ -3,19 +3,25 @@
 Each scale comes from the values that it scales (QSpec section 4.1, after Atom). A token has one
 scale per group of inputs, or a single one if the weight has one scale per channel. Values round to
 nearest, ties to even.
+
+8-bit weights also read bfloat16 activations precisely as integers: those of 16 bits
+(`split_activations`).
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int8
 
 Activation = Literal["a16", "a8", "a4"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 LEVELS = {"a8": 127, "a4": 7}  # largest magnitude of the symmetric integer grid
+SPLIT_LEVELS = 127 * 256 + 127  # of two signed bytes
 
 
 def check_activation(activation: str) -> None:
@@ -46,6 +52,40 @@ def quantize_activations(
     inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
     q = jnp.round(groups * inverse[:, :, None]).astype(jnp.int8)
     return q.reshape(m, k), scales
+
+
+def split_activations(
+    x: Float32[Array, "M K"], group_size: int
+) -> tuple[Int8[Array, "M K"], Int8[Array, "M K"], Float32[Array, "M G"]]:
+    """Rounds each group to integers of 16 bits, in two bytes: x ≈ (256 · high + low) · scale.
+
+    The scale is the smallest power of two with which the integers stay within SPLIT_LEVELS. A
+    bfloat16 has eight significant bits, so one that is at least 1/64 of its group's largest
+    magnitude is held exactly. Others are off by at most 2^-15 of that magnitude.
+
+    Args:
+      x: f32[M, K], K a multiple of `group_size`.
+      group_size: inputs per scale.
+
+    Returns:
+      high, low: int8[M, K], and scales: f32[M, G]. The scale is zero for a group of zeros and for a
+      group whose scale would be subnormal in float32.
+    """
+    m, k = x.shape
+    groups = x.reshape(m, -1, group_size)
+    scales = _power_above(jnp.max(jnp.abs(groups), axis=-1) * np.float32(1 / SPLIT_LEVELS))
+    scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
+    inverse = jnp.where(scales == 0, 0, 1 / jnp.where(scales == 0, 1, scales))
+    q = jnp.round(groups * inverse[:, :, None]).astype(jnp.int32).reshape(m, k)
+    high = (q + 128) >> 8
+    return high.astype(jnp.int8), (q - 256 * high).astype(jnp.int8), scales
+
+
+def _power_above(values: jax.Array) -> jax.Array:
+    """The smallest power of two, or zero, that is not below each value: f32[...]. NaNs stay."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    powers = lax.bitcast_convert_type((bits + 0x7FFFFF) >> 23 << 23, jnp.float32)
+    return jnp.where(values == values, powers, values)
 
 
 def clip_activations(

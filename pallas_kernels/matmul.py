@@ -97,10 +97,11 @@ def matmul(
       weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight`, `Bfloat16Weight`, `Bfloat12Weight` or
         `NestedWeight` of shape (N, K), or a plain bf16 or f32[N, K], alone or `Stacked`; or a tuple
         of weights, for which x is quantized once.
-      activation: "a16" dequantizes the weight and takes x as it is. "a8" and "a4" quantize x per
-        token and group and multiply integers. Outlier columns then take 8 bits, and a weight's
-        `activation_clip` applies to "a4". An unquantized weight accepts only "a16". A nested
-        weight's exact plane serves "a16", its draft plane the others.
+      activation: "a16" dequantizes the weight and takes x as it is; on CPUs an 8-bit weight reads a
+        bfloat16 x as integers of 16 bits (`activations.split_activations`). "a8" and "a4" quantize
+        x per token and group and multiply integers. Outlier columns then take 8 bits, and a
+        weight's `activation_clip` applies to "a4". An unquantized weight accepts only "a16". A
+        nested weight's exact plane serves "a16", its draft plane the others.
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:

@@ -1,6 +1,7 @@
 """`matmul` in plain jnp. It defines the result, and every kernel is tested against it.
 
     a16      y[m, n] = Σ_k x[m, k] · w[n, k]                      in float32
+             for bfloat16 x and 8-bit w as below, with qx of 16 bits (`split_activations`)
     a8, a4   y[m, n] = Σ_g sx[m, g] · sw[n, g] · Σ_{k in g} qx[m, k] · (qw[n, k] - zero[n, g])
                        with minima, plus Σ_g sx[m, g] · minimum[n, g] · Σ_{k in g} qx[m, k]
                                                 the inner sums exactly, the outer in float32
@@ -16,6 +17,7 @@ joining the two planes in one matrix costs more than the product.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.activations import Activation, quantize_activations
+from pallas_kernels.activations import Activation, quantize_activations, split_activations
 from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import (
     PLANE,
@@ -50,14 +52,34 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.Array:
     """Multiplies x: bf16 or f32[M, K] by weight: (N, K) -> f32[M, N], as defined above."""
     check_plain_columns(weight)
+    split = x.dtype == jnp.bfloat16 and isinstance(weight, Int8Weight) and activation == "a16"
     x = x.astype(jnp.float32)
     if not isinstance(weight, Quantized):
         return _over_output_chunks(lambda part: _dot(x, dequantize(part)), weight)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
+    if split:
+        weight = _in_planes(weight)
+        assert weight.group_size is not None
+        high, low, scales = split_activations(x, weight.group_size)
+        q = jnp.concatenate((high, low))
+        return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
     if activation == "a16":
         return _over_output_chunks(lambda part: _float_matmul(x, part), weight)
     q, scales = quantize_activations(x, activation, weight.group_size)
     return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
+
+
+def _in_planes(weight: Int8Weight) -> Int8Weight:
+    """The same weight with a group per PLANE inputs, if it has one scale per channel."""
+    if weight.group_size is not None:
+        return weight
+    planes = weight.integers.shape[1] // PLANE
+    parts = {name: getattr(weight, name) for name in ("scales", "zeros", "minima")}
+    repeated = {
+        name: part if part is None else jnp.repeat(part, planes, axis=1)
+        for name, part in parts.items()
+    }
+    return dataclasses.replace(weight, group_size=PLANE, **repeated)
 
 
 def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> jax.Array:
@@ -155,6 +177,7 @@ def _dot(x: jax.Array, values: jax.Array) -> jax.Array:
 def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax.Array:
     """q: int8[M, padded K], q_scales: f32[M, groups] -> f32[M, N].
 
+    Integers of 16 bits come as int8[2 · M, padded K]: all rows' high bytes, then the low ones.
     Groups are added one after another, because the definition fixes the order of the sum. XLA:CPU
     is also several times slower at a batch of 8-bit products for all groups.
     """
@@ -171,17 +194,21 @@ def _integer_matmul(q: jax.Array, q_scales: jax.Array, weight: Quantized) -> jax
         inputs = _input_sums(q)[:, None].astype(jnp.float32)
         return y + rounded_product(inputs * q_scales, planes[0].minima)
     scales = [part.T for part in _divide(q_scales, len(planes), PLANE // weight.group_size)]
+    m = q_scales.shape[0]
+
+    def joined(sums: jax.Array) -> jax.Array:
+        return sums if sums.shape[0] == m else 256 * sums[:m] + sums[m:]
 
     def add(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
         for part, scale, plane in zip(*group, strict=True):
-            total = _group_sum(part, plane).astype(jnp.float32)
+            total = joined(_group_sum(part, plane)).astype(jnp.float32)
             y += total * (scale[:, None] * plane.scales)
             if plane.minima is not None:
-                inputs = _input_sums(part).astype(jnp.float32)
+                inputs = joined(_input_sums(part)).astype(jnp.float32)
                 y += (inputs * scale)[:, None] * plane.minima
         return y, None
 
-    y, _ = lax.scan(add, jnp.zeros((q.shape[0], weight.shape[0])), (parts, scales, planes))
+    y, _ = lax.scan(add, jnp.zeros((m, weight.shape[0])), (parts, scales, planes))
     return y
 
 

@@ -109,6 +109,7 @@ def kernels() -> dict[str, Kernel]:
         "mxfp4a16": Kernel(_mxfp4, "a16", wide),
         "mxfp4a8": Kernel(_mxfp4, "a8", "integer"),
         "w8a8": Kernel(_int8, "a8", "integer"),
+        "w8a16": Kernel(_int8, "a16", "integer16" if jax.default_backend() == "cpu" else wide),
         "w16a16": Kernel(_bfloat16, "a16", wide),
         "w12a16": Kernel(_bfloat12, "a16", wide),
     }

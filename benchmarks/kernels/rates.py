@@ -28,8 +28,8 @@ def device_name() -> str:
 
 
 def rates() -> dict[str, float]:
-    """The best of a few tries: "read" in bytes per second; "integer", "bfloat16" and "float32" in
-    operations per second, where they are known."""
+    """The best of a few tries: "read" in bytes per second; "integer", "integer16", "bfloat16" and
+    "float32" in operations per second, where they are known."""
     return _of_cpu() if jax.default_backend() == "cpu" else _of_gpu(GPU_BYTES, GPU_SIDE)
 
 
@@ -38,6 +38,7 @@ def _of_cpu() -> dict[str, float]:
     found = {"read": max(probe.read_bandwidth(data) for _ in range(TRIES))}
     for arithmetic in probe.ARITHMETICS:
         found[arithmetic] = max(probe.peak(arithmetic) for _ in range(TRIES))
+    found["integer16"] = found["integer"] / 2  # two products of bytes each
     return found
 
 

@@ -1,11 +1,12 @@
-"""Times one decode step of a model of a billion parameters, and its parts.
+"""Times one decode step of a model of a billion parameters, or of a given one, and its parts.
 
-The model has Llama-3.2-1B's shape and random weights. A step is one forward pass for `new_tokens`
-tokens per row (1: plain decoding; more: a verification) and the choice of the next tokens.
-"matmuls" and "attention" are the same calls with the same operands alone.
+The model has Llama-3.2-1B's shape and random weights. `--model` names another one, which is timed
+as it is stored and in bfloat16. A step is one forward pass for `new_tokens` tokens per row (1:
+plain decoding; more: a verification) and the choice of the next tokens. "matmuls" and "attention"
+are the same calls with the same operands alone.
 
     python -m benchmarks.speed.decode_step --json OUT [--batch 1 8] [--context 128 2048]
-        [--cache-bits 16] [--peers PYTHON]
+        [--cache-bits 16] [--model smollm2] [--peers PYTHON]
 
 `--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
 `benchmarks/peers/` describes. They measure each case right after specjax.
@@ -28,10 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import specjax
 from benchmarks import peers
 from benchmarks.support import common
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Weight
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized, Weight
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Layer, Linear, over_layers
@@ -92,6 +94,7 @@ def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -
 @partial(jax.jit, static_argnames=("rows", "activation"))
 def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
     """The matrix products of STEPS passes. Each waits for the one before."""
+    config = params.config
 
     def after(x: jax.Array, y: jax.Array) -> jax.Array:
         return x + (0 * y[:1, :1]).astype(x.dtype)
@@ -100,34 +103,40 @@ def matmuls(params: Params, *, rows: int, activation: str) -> jax.Array:
         x = after(x, linears(x, (layer.q, layer.k, layer.v), activation)[2])
         x = after(x, linear(x, layer.o, activation))
         x = after(x, linears(x, (layer.gate, layer.up), activation)[1])
-        wide = jnp.tile(x, (1, CONFIG.intermediate_size // CONFIG.hidden_size))
+        wide = jnp.tile(x, (1, -(-config.intermediate_size // config.hidden_size)))
+        wide = wide[:, : config.intermediate_size]
         return after(x, linear(wide, layer.down, activation))
 
     def step(_: int, x: jax.Array) -> jax.Array:
-        x = over_layers(params.layers, tuple(range(CONFIG.num_layers)), products, x)
+        x = over_layers(params.layers, tuple(range(config.num_layers)), products, x)
         return after(x, linear(x, params.head, activation))
 
-    x = jnp.ones((rows, CONFIG.hidden_size), jnp.bfloat16)
+    x = jnp.ones((rows, config.hidden_size), jnp.bfloat16)
     return lax.fori_loop(0, STEPS, step, x)
 
 
-@partial(jax.jit, static_argnames="new_tokens")
-def attentions(cache: KVCache, *, new_tokens: int) -> jax.Array:
+@partial(jax.jit, static_argnames=("config", "new_tokens"))
+def attentions(cache: KVCache, *, config: ModelConfig, new_tokens: int) -> jax.Array:
     """The attention of STEPS passes."""
     rows = cache.lengths.shape[0]
     positions = cache.lengths[:, None] + jnp.arange(new_tokens)
 
     def step(_: int, q: jax.Array) -> jax.Array:
-        for layer in range(CONFIG.num_layers):
+        for layer in range(config.num_layers):
             mixed = attention(
                 q, cache.keys, cache.values, cache.lengths, positions, None, layer,
-                window=None, head_scale=CONFIG.head_dim**-0.5,
+                window=None, head_scale=config.head_dim**-0.5,
             )  # fmt: skip
             q = q + (0 * mixed).astype(q.dtype)
         return q
 
-    shape = (rows, new_tokens, CONFIG.num_heads, CONFIG.head_dim)
+    shape = (rows, new_tokens, config.num_heads, config.head_dim)
     return lax.fori_loop(0, STEPS, step, jnp.ones(shape, jnp.bfloat16))
+
+
+def is_quantized(params: Params) -> bool:
+    """Whether the layers have weights that low-precision activations can read."""
+    return isinstance(params.layers[0].q.weight, Quantized)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -144,11 +153,12 @@ def measure(
     params: Params, batch: int, context: int, cache_bits: int, new_tokens: int, activation: str
 ) -> dict[str, Any]:
     """One line of the table."""
-    cache = KVCache.create(CONFIG, batch, context + new_tokens, cache_bits)
+    config = params.config
+    cache = KVCache.create(config, batch, context + new_tokens, cache_bits)
     cache = cache.with_lengths(jnp.full(batch, context, jnp.int32))
     parts = {
         "matmuls": seconds(lambda: matmuls(params, rows=batch * new_tokens, activation=activation)),
-        "attention": seconds(lambda: attentions(cache, new_tokens=new_tokens)),
+        "attention": seconds(lambda: attentions(cache, config=config, new_tokens=new_tokens)),
     }
     kept = [cache]  # each call consumes the cache and returns it
 
@@ -158,7 +168,8 @@ def measure(
 
     step = seconds(run)
     return {
-        "engine": "specjax", "head": type(params.head.weight).__name__, "activation": activation,
+        "engine": "specjax", "layers": type(params.layers[0].q.weight).__name__,
+        "head": type(params.head.weight).__name__, "activation": activation,
         "batch": batch, "context": context, "cache_bits": cache_bits, "new_tokens": new_tokens,
         "step_ms": 1e3 * step, "matmuls_ms": 1e3 * parts["matmuls"],
         "attention_ms": 1e3 * parts["attention"], "rest_ms": 1e3 * (step - sum(parts.values())),
@@ -198,9 +209,14 @@ def main() -> None:
     parser.add_argument("--cache-bits", nargs="+", type=int, default=[16])
     parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
+    parser.add_argument("--model", help="what specjax.load reads, instead of random weights")
     parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
     options = parser.parse_args()
-    models = [random_params(head) for head in options.heads]
+    if options.model is None:
+        models = [random_params(head) for head in options.heads]
+    else:
+        params = specjax.load(options.model)
+        models = [params, specjax.dequantize(params, "bfloat16")]
     lines = []
     for batch, context in itertools.product(options.batch, options.context):
         case = [
@@ -208,7 +224,7 @@ def main() -> None:
             for params in models
             for cache_bits in options.cache_bits
             for new_tokens in options.new_tokens
-            for activation in ("a16", "a8")
+            for activation in (("a16", "a8") if is_quantized(params) else ("a16",))
         ]
         if options.peers:
             case += measure_peers(options.peers, batch, context)

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu, reference
-from pallas_kernels.activations import quantize_activations
+from pallas_kernels.activations import quantize_activations, split_activations
 from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import (
+    PLANE,
     Bfloat16Weight,
     Int4Weight,
     Int8Weight,
@@ -34,6 +35,7 @@ from pallas_kernels.formats import (
     padded_inputs,
     zero_points,
 )
+from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import dequantize
 from tests.support.random_weights import FORMATS, random_int4, random_rows
@@ -42,6 +44,7 @@ from tests.support.random_weights import random_weights as make_weights
 Implementation = Callable[..., jax.Array]
 random_weights = lru_cache(make_weights)
 quantized = jax.jit(quantize_activations, static_argnums=(1, 2))
+split = jax.jit(split_activations, static_argnums=1)
 dequantized = jax.jit(dequantize)
 
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
@@ -75,19 +78,26 @@ def activations_of(weight: Weight) -> tuple[str, ...]:
 
 
 def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> np.ndarray:
-    """The values of the quantized activations: f64[M, K]."""
+    """The values of the activations as they are multiplied: f64[M, K]."""
     m, k = x.shape
-    if activation == "a16":
-        return np.asarray(x, np.float64)
     if isinstance(weight, Int4Weight) and weight.outliers is not None:
         columns = weight.outliers.columns
         inner, others = dataclasses.replace(weight, outliers=None), np.array(x)
         others[:, columns] = 0
         values = represented(others, inner, activation)
-        values[:, columns] = represented(np.asarray(x)[:, columns], weight.outliers.weight, "a8")
+        precision = "a16" if activation == "a16" else "a8"
+        values[:, columns] = represented(
+            np.asarray(x)[:, columns], weight.outliers.weight, precision
+        )
         return values
+    if activation == "a16" and not (isinstance(weight, Int8Weight) and x.dtype == jnp.bfloat16):
+        return np.asarray(x, np.float64)
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, padded_inputs(k) - k)))
-    q, scales = quantized(padded, activation, weight.group_size)
+    if activation == "a16":
+        high, low, scales = split(padded, weight.group_size or PLANE)
+        q = 256.0 * np.asarray(high) + np.asarray(low)
+    else:
+        q, scales = quantized(padded, activation, weight.group_size)
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
 
@@ -141,11 +151,34 @@ def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> 
 
 
 @implementations
+def test_8_bit_weights_read_bfloat16_as_integers_of_16_bits(implementation: str) -> None:
+    # Multiplied by one, every input comes out as it was represented. In a row, magnitudes differ by
+    # a factor of 2^30, and some groups have nothing, tiny values or the largest bfloat16 below a
+    # power of two.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 300)) * 2.0 ** rng.integers(-15, 15, (40, 300))
+    x[1, :32], x[2, :32], x[3, :32] = 0, 1e-39, 255 / 256
+    x = jnp.asarray(x, jnp.bfloat16)
+    for group_size in (32, 64, None):
+        ones = jnp.ones((300, 1 if group_size is None else -(-300 // group_size)))
+        weight = int8_from_integers(jnp.eye(300, dtype=jnp.int8), ones, group_size)
+        values, exact = represented(x, weight, "a16"), np.asarray(x, np.float64)
+        for m in (1, 3, 40):
+            y = run(implementation, x[:m], weight, "a16")
+            np.testing.assert_array_equal(y, values[:m])
+        first, errors = np.abs(exact)[:, :32], np.abs(values - exact)[:, :32]
+        largest = np.abs(exact)[:, : group_size or PLANE].max(axis=1, keepdims=True)
+        assert not errors[(first >= largest / 64) & (largest > 1e-33)].any()
+        assert np.all(errors <= largest * 2.0**-15 + 2e-39)
+
+
+@implementations
 @formats
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.covering(1)
-def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str) -> None:
+def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str, dtype: str) -> None:
     weight = random_weights(40, 300)[name]
-    clean = np.array(random_rows(5, 300, "float32"))
+    clean = np.array(random_rows(5, 300, dtype))
     clean[1] = 0
     dirty = clean.copy()
     dirty[2, 7], dirty[3, 200], dirty[4, 8] = np.nan, np.inf, -np.inf
@@ -237,6 +270,20 @@ class TestCpu:
             weight = random_weights(70, 300)[name]
             expected = run(FUSED[-1], x, weight, "a8")
             np.testing.assert_array_equal(run(instruction_set, x, weight, "a8"), expected)
+
+    @pytest.mark.parametrize("instruction_set", FUSED[:-1])
+    def test_instruction_sets_agree_on_8_bit_weights_at_any_precision(
+        self, instruction_set: str
+    ) -> None:
+        for name in ("int8-64", "int8-32-minima", "int8-channel"):
+            for stored in (
+                random_weights(70, 300)[name],
+                interleave(random_weights(70, 300)[name]),
+            ):
+                for m in (1, 9, 40):
+                    x = random_rows(m, 300)
+                    expected = run(FUSED[-1], x, stored, "a16")
+                    np.testing.assert_array_equal(run(instruction_set, x, stored, "a16"), expected)
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_the_number_of_threads_changes_nothing(self, threads: int, tmp_path: Path) -> None:

@@ -199,6 +199,17 @@ int64_t place(const Preparation& how, int64_t row, int64_t byte) {
   return first * how.inputs + 4 * (slice * how.depth + word % how.depth) + byte % 4;
 }
 
+// Rounds values to integers of 16 bits and back (split_activations in
+// pallas_kernels/activations.py).
+void round16(double* values, int64_t count) {
+  double largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::abs(values[i]));
+  int exponent = 0;
+  const double mantissa = std::frexp(largest / (127 * 257), &exponent);
+  const double scale = std::ldexp(1, mantissa == 0.5 ? exponent - 1 : exponent);
+  for (int64_t i = 0; i < count; ++i) values[i] = std::nearbyint(values[i] / scale) * scale;
+}
+
 // The result for the first m rows, and the values that those were rounded to.
 struct Result {
   Result(const Kernels& kernels, const Weight& w, Input x, int64_t m, int levels) {
@@ -207,6 +218,8 @@ struct Result {
     const int64_t size = how.rows * how.inputs;
     std::vector<uint32_t> words(size), sums(size);
     std::vector<float> scales(size), scratch(2 * how.inputs);
+    const bool wide = how.arithmetic == Arithmetic::kInteger16;
+    integers = is_integer(how.arithmetic);
     const Prepared prepared{words.data(), scales.data(), sums.data()};
     for (int64_t row = 0; row < m; ++row) {
       kernels.prepare_row(how, x, row, scratch.data(), prepared);
@@ -217,6 +230,9 @@ struct Result {
         const auto* q = reinterpret_cast<const int8_t*>(words.data());
         values.back() = double{scale} * q[place(how, row, i)];
       }
+      for (int64_t i = 0; wide && i < x.k; i += how.group_size) {
+        round16(values.data() + row * x.k + i, std::min(how.group_size, x.k - i));
+      }
     }
     y.resize(m * w.n);
     for (int64_t panel = 0; panel * kernels.columns < w.n; ++panel) {
@@ -224,6 +240,7 @@ struct Result {
     }
   }
 
+  bool integers;
   std::vector<double> values;
   std::vector<float> y;
 };
@@ -251,7 +268,7 @@ uint64_t check_product(const Kernels& kernels, const Matrix& matrix, const Input
       bound += std::abs(value) * (std::abs(weight) + points) * 0x1p-19;
     }
     expect(std::abs(all.y[i] - sum) <= bound, kernels, "a product is wrong", kind);
-    if (levels != 0) hash = (hash ^ bits(all.y[i])) * 1099511628211u;
+    if (all.integers) hash = (hash ^ bits(all.y[i])) * 1099511628211u;
   }
   return hash;
 }

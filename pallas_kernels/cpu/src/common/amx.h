@@ -58,7 +58,9 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
   Preparation how = preparation(w, x, levels);
   const bool integers = how.arithmetic == Arithmetic::kInteger;
   const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
-  if (few || how.arithmetic == Arithmetic::kFloat32) return how;
+  const bool wide =
+      how.arithmetic == Arithmetic::kFloat32 || how.arithmetic == Arithmetic::kInteger16;
+  if (few || wide) return how;
   how.way = Way::kTiles;
   if (!w.has_points()) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);

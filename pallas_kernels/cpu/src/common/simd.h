@@ -175,6 +175,18 @@ SPECJAX_INLINE Int dot4(Int sum, Word u, Word s) {
 #endif
 }
 
+// sum + the two products of signed 16-bit halves, lane by lane.
+SPECJAX_INLINE Int dot2(Int sum, Word a, Word b) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  return sum + (Int)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX2__)
+  return sum + (Int)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const Int u = (Int)a, v = (Int)b;
+  return sum + (u << 16 >> 16) * (v << 16 >> 16) + (u >> 16) * (v >> 16);
+#endif
+}
+
 // sum + the two products of bfloat16 pairs, lane by lane. Only where kHasBf16.
 SPECJAX_INLINE Float dot2(Float sum, Word a, Word b) {
 #if defined(__AVX512BF16__)

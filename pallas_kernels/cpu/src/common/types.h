@@ -91,8 +91,13 @@ struct Weight {
   }
 };
 
-// What is multiplied: words of four int8, of two bfloat16, or of one float32.
-enum class Arithmetic { kInteger, kBfloat16, kFloat32 };
+// What is multiplied: words of four int8, of two bfloat16, or of one float32. kInteger16: words of
+// four int8 by integers of 16 bits, four in two words of x.
+enum class Arithmetic { kInteger, kBfloat16, kFloat32, kInteger16 };
+
+constexpr bool is_integer(Arithmetic arithmetic) {
+  return arithmetic == Arithmetic::kInteger || arithmetic == Arithmetic::kInteger16;
+}
 
 // Which kernels multiply: those of panels, of a few rows (few_rows.h) or of tiles.
 enum class Way { kPanels, kFewRows, kTiles };
@@ -104,7 +109,7 @@ struct Preparation {
   int64_t inputs;      // padded with zeros
   int64_t group_size;  // for integers: inputs per scale
   int64_t sum_size;    // inputs per sum of x, or 0 for no sums
-  int levels;          // for integers: the largest magnitude
+  int levels;          // for kInteger: the largest magnitude
   bool swap_pairs;     // for bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
   int64_t rows;        // M; for tiles, rounded up to whole portions
   int64_t portion;     // rows of one portion; for panels 0

@@ -36,19 +36,76 @@ inline float largest(const float* values, int64_t size) {
   return nan != 0 ? nan : result;
 }
 
+inline constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
+
+// Adding 1.5 · 2^23 rounds to an integer, ties to even. It is then in the low bits.
+inline constexpr float kRound = 12582912.0f;
+
 // Quantizes one group: q ≈ values / scale. Returns the scale.
 inline float quantize(const float* values, int64_t size, int levels, int8_t* q) {
-  constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
-  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
   float scale = largest(values, size) * (1.0f / static_cast<float>(levels));
   if (scale < kTiny) scale = 0;
   const float inverse = scale == 0 ? 0 : 1 / scale;
   for (int64_t i = 0; i < size; ++i) {
     const float shifted = values[i] * inverse + kRound;
     uint32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);  // the low bits are the integer; for a NaN, anything
-    q[i] = static_cast<int8_t>(bits);
+    std::memcpy(&bits, &shifted, sizeof bits);
+    q[i] = static_cast<int8_t>(bits);  // for a NaN, anything
   }
+  return scale;
+}
+
+// The largest integer of 16 bits whose bytes are both signed, as 256 · high + low.
+inline constexpr int kLevels16 = 127 * 256 + 127;
+
+// The smallest power of two that is not below `value`, or 0. A NaN stays one.
+inline float power_above(float value) {
+  if (value != value) return value;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = (bits + 0x7FFFFFu) & 0xFF800000u;
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+
+// Writes at most kPlane integers as Sums<Arithmetic::kInteger16> reads them.
+inline void write_integers16(const int16_t* q, int64_t size, uint32_t* words) {
+  if constexpr (kHasDot4) {
+    int8_t high[kPlane], low[kPlane];
+    for (int64_t i = 0; i < size; ++i) {
+      high[i] = static_cast<int8_t>((q[i] + 128) >> 8);  // rounded, because `low` is signed
+      low[i] = static_cast<int8_t>(q[i]);
+    }
+    for (int64_t i = 0; i < size; i += 4) {
+      std::memcpy(words + i / 2, high + i, sizeof *words);
+      std::memcpy(words + i / 2 + 1, low + i, sizeof *words);
+    }
+  } else {
+    int16_t* halves = reinterpret_cast<int16_t*>(words);
+    for (int64_t i = 0; i < size; i += 4) {
+      halves[i] = q[i], halves[i + 1] = q[i + 2];
+      halves[i + 2] = q[i + 1], halves[i + 3] = q[i + 3];
+    }
+  }
+}
+
+// Quantizes one group of at most kPlane values: integers of 16 bits ≈ values / scale. Returns the
+// scale, a power of two, and their sum in `sum`.
+inline float quantize16(const float* values, int64_t size, uint32_t* words, int32_t& sum) {
+  float scale = power_above(largest(values, size) * (1.0f / kLevels16));
+  if (scale < kTiny) scale = 0;
+  const float inverse = scale == 0 ? 0 : 1 / scale;
+  int16_t q[kPlane];
+  int32_t total = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const float shifted = values[i] * inverse + kRound;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    q[i] = static_cast<int16_t>(bits);  // for a NaN, anything
+    total += q[i];
+  }
+  sum = total;
+  write_integers16(q, size, words);
   return scale;
 }
 
@@ -72,6 +129,13 @@ inline void prepare_bfloat16(const Preparation& how, const float* values, uint16
   }
 }
 
+// Words of a row that hold `inputs` inputs.
+constexpr int64_t words_of(Arithmetic arithmetic, int64_t inputs) {
+  return arithmetic == Arithmetic::kInteger   ? inputs / 4
+         : arithmetic == Arithmetic::kFloat32 ? inputs
+                                              : inputs / 2;
+}
+
 // Copies one row of [rows, words] to its place among the rows that stand together.
 inline void write_slices(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
                          uint32_t* out) {
@@ -88,9 +152,7 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
                         const Prepared& out) {
   read_row(x, row, values);
   std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
-  const int64_t count = how.arithmetic == Arithmetic::kInteger    ? how.inputs / 4
-                        : how.arithmetic == Arithmetic::kBfloat16 ? how.inputs / 2
-                                                                  : how.inputs;
+  const int64_t count = words_of(how.arithmetic, how.inputs);
   const bool panels = how.way == Way::kPanels;
   uint32_t* words =
       panels ? out.words + row * count : reinterpret_cast<uint32_t*>(values + how.inputs);
@@ -104,6 +166,12 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
           quantize(values + start, how.group_size, how.levels, q + start);
     }
     sum_segments(q, sums, how.sum_size, static_cast<int32_t*>(out.sums) + row, how.rows);
+  } else if (how.arithmetic == Arithmetic::kInteger16) {
+    for (int64_t g = 0; g < how.inputs / how.group_size; ++g) {
+      const int64_t start = g * how.group_size, at = g * how.rows + row;
+      out.scales[at] = quantize16(values + start, how.group_size, words + start / 2,
+                                  static_cast<int32_t*>(out.sums)[at]);
+    }
   } else {
     sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + row, how.rows);
     if (how.arithmetic == Arithmetic::kBfloat16) {

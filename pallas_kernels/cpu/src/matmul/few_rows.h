@@ -23,7 +23,7 @@ inline constexpr int kFewSums = 8, kFewRows = 4, kFewPortions = 2;
 // A slice is as long as the smallest group: no segment ends inside it.
 inline constexpr int kSliceInputs = kSmallestGroup;
 template <Arithmetic A>
-inline constexpr int kSliceWords = kSliceInputs / kPerWord<A>;
+inline constexpr int kSliceWords = kSliceInputs / kPerWord<A>;  // of a weight
 
 // A product of bytes that takes several instructions needs registers too.
 constexpr int few_rows(Arithmetic arithmetic, Kind kind) {
@@ -41,7 +41,7 @@ constexpr int few_portions(Arithmetic arithmetic) {
 template <Arithmetic A, Kind kind>
 constexpr int vectors_beside(int rows) {
   const bool two_runs = kind <= Kind::kMxfp4 && A == Arithmetic::kBfloat16;
-  return A == Arithmetic::kInteger || (two_runs && rows == 1) ? 1 : 2;
+  return is_integer(A) || (two_runs && rows == 1) ? 1 : 2;
 }
 
 // Prefetch distance in bytes. The hardware's own prefetching stops at the end of every page.
@@ -104,7 +104,7 @@ class FewRows {
   static constexpr bool kSameWords = Decode::kRuns == 2;
   static constexpr int kRuns = kSameWords && 2 * R * V <= kFewSums ? 2 : 1;
   static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
-  static constexpr int kSlices = kRun<A> / kSliceInputs, kDepth = kSliceWords<A>;
+  static constexpr int kSlices = kRun<A> / kSliceInputs, kDepth = kSliceWords<A> * kWordsOfX<A>;
   static constexpr int kSliceLines = kRunBytes / kSlices / kLineBytes;
 
   // The order in which segments end does not depend on the number of rows. Those of runs that share
@@ -131,9 +131,9 @@ class FewRows {
   template <int first>
   SPECJAX_INLINE void add_runs(int64_t start, const uint8_t* const* chunk, int64_t offset,
                                int64_t begin, int64_t last, Float (*y)[V]) {
-    constexpr int kRunStride = kPlane / kPerWord<A> * R;
+    constexpr int kWide = kWordsOfX<A>, kRunStride = kPlane / kPerWord<A> * kWide * R;
     const int64_t segment = p_.segment<A>();
-    const uint32_t* x = x_ + (start / kPerWord<A> + begin * kDepth) * R;
+    const uint32_t* x = x_ + (start / kPerWord<A> * kWide + begin * kDepth) * R;
     const uint8_t* from[V];
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       from[v] = chunk[v] + offset + begin * kSliceLines * kLineBytes;
@@ -153,7 +153,8 @@ class FewRows {
           SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
             SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
               const int word = line / Decode::kLines * Decode::kWords + i;
-              add_word<first>(run, i, stored, x + run * kRunStride + word, sums[run]);
+              const uint32_t* words = x + run * kRunStride + word * kWide;
+              add_word<first>(run, i, stored, words, sums[run]);
             }
           }
         }
@@ -218,7 +219,7 @@ class FewRows {
 
   SPECJAX_INLINE void add_products(const Word* weights, const uint32_t* words, Vector (*sums)[V]) {
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      const Word value = splat(words[r * kDepth]);
+      const auto value = Sums<A>::read(words + r * kDepth);
       SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
         sums[r][v] = Sums<A>::add(sums[r][v], weights[v], value);
       }

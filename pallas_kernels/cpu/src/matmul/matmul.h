@@ -17,7 +17,8 @@ inline constexpr int kWordsPerAsk = 8;  // words of x between two prefetches
 template <Arithmetic A, int R>
 inline void add_segment(const Product& p, const Group* groups, const Place& place,
                         const Word* panel, int64_t start, int64_t row, Prefetch& ahead, Float* y) {
-  const int64_t stride = p.how.inputs / kPerWord<A>;
+  constexpr int kWide = kWordsOfX<A>;
+  const int64_t stride = p.how.inputs / kPerWord<A> * kWide;
   const uint32_t* words = p.words<A>(row, start);
   static_assert(kSliceWords<A> % kWordsPerAsk == 0);
   typename Sums<A>::Vector sums[R][kVectors] = {};
@@ -26,7 +27,7 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
     Word weights[kVectors];
     SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
     SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      const Word values = splat(words[r * stride + i]);
+      const auto values = Sums<A>::read(words + r * stride + i * kWide);
       SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
         sums[r][v] = Sums<A>::add(sums[r][v], weights[v], values);
       }
@@ -48,7 +49,10 @@ inline void add_rows(const Product& p, const Group* groups, const Place& place, 
   add_segment<A, R>(p, groups, place, panel, start, row, ahead, y);
 }
 
-// Adds a chunk for `m` rows from `first` on, in even portions of at most kRows.
+template <Arithmetic A>
+inline constexpr int kPanelRows = kRows / kPerSum<A>;  // of a portion
+
+// Adds a chunk for `m` rows from `first` on, in even portions of at most kPanelRows.
 template <Arithmetic A, Kind kind>
 inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t chunk,
                       int64_t first, int64_t m, Prefetch& ahead, Float* y) {
@@ -56,7 +60,8 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
   ahead.begin_chunk();
   groups.ask<A>(kVectors, chunk + 1);
   decode_chunk<A, kind>(p.w, column, chunk, panel);
-  const int64_t portions = (m + kRows - 1) / kRows;
+  constexpr int R = kPanelRows<A>;
+  const int64_t portions = (m + R - 1) / R;
   const int64_t rest = m % portions, segments = kRun<A> / p.segment<A>();
   for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which FewRows ends them
     const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s >= segments;
@@ -71,7 +76,7 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
     for (int64_t portion = 0; portion < portions; ++portion) {
       const int64_t count = m / portions + (portion < rest);
       Float* sums = y + row * kVectors;
-      add_rows<A, kRows>(p, group, place, weights, start, first + row, count, ahead, sums);
+      add_rows<A, R>(p, group, place, weights, start, first + row, count, ahead, sums);
       row += count;
     }
   }
@@ -83,7 +88,7 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
   alignas(64) Float sums[kRowsPerPass * kVectors];
   std::memset(sums, 0, m * kVectors * sizeof(Float));
   Groups groups(p.w, column);
-  const int64_t portions = (m + kRows - 1) / kRows;
+  const int64_t portions = (m + kPanelRows<A> - 1) / kPanelRows<A>;
   const int64_t asks = portions * 2 * kRunWords<A> / kWordsPerAsk;
   Prefetch ahead(p.w, column, kColumns, chunk_bytes<A>(kind), asks);
   for (int64_t chunk = 0; chunk < p.how.inputs / (2 * kRun<A>); ++chunk) {
@@ -129,6 +134,8 @@ inline void multiply_panel(const Weight& w, const Preparation& how, const Prepar
   const int64_t column = panel * kColumns;
   if (how.arithmetic == Arithmetic::kInteger) {
     multiply<Arithmetic::kInteger>(p, m, column, y);
+  } else if (how.arithmetic == Arithmetic::kInteger16) {
+    multiply<Arithmetic::kInteger16, Kind::kInt8>(p, m, column, y);
   } else if (how.arithmetic == Arithmetic::kFloat32) {
     multiply<Arithmetic::kFloat32>(p, m, column, y);
   } else if constexpr (kHasBf16) {
@@ -140,22 +147,23 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
   how.levels = levels;
   how.rows = x.m;
+  const bool wide = x.bfloat16 && w.kind == Kind::kInt8;
   const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.halves());
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
+                   : wide      ? Arithmetic::kInteger16
                    : bfloat16  ? Arithmetic::kBfloat16
                                : Arithmetic::kFloat32;
   how.swap_pairs = w.nibbles();
   const int64_t run = how.arithmetic == Arithmetic::kFloat32 ? kRun<Arithmetic::kFloat32> : 128;
   how.inputs = (w.inputs + 2 * run - 1) / (2 * run) * (2 * run);
-  if (levels != 0) how.group_size = w.group_size;
-  if (levels != 0 || w.has_points()) how.sum_size = w.group_size < run ? w.group_size : run;
+  const bool integers = is_integer(how.arithmetic);
+  if (integers || w.has_points()) how.sum_size = w.group_size < run ? w.group_size : run;
+  if (integers) how.group_size = levels != 0 ? w.group_size : how.sum_size;
   const int64_t few = few_rows(how.arithmetic, w.kind), portions = (x.m + few - 1) / few;
   if (!w.interleaved || portions > few_portions(how.arithmetic) || portions == 0) return how;
   how.way = Way::kFewRows;
   how.portion = (x.m + portions - 1) / portions;
-  how.depth = how.arithmetic == Arithmetic::kInteger    ? kSliceWords<Arithmetic::kInteger>
-              : how.arithmetic == Arithmetic::kBfloat16 ? kSliceWords<Arithmetic::kBfloat16>
-                                                        : kSliceWords<Arithmetic::kFloat32>;
+  how.depth = words_of(how.arithmetic, kSliceInputs);
   return how;
 }
 

@@ -29,7 +29,7 @@ inline constexpr int kVectors = 2, kRows = 4;
 inline constexpr int kColumns = kVectors * kLanes;
 
 template <Arithmetic A>
-inline constexpr int kPerWord = A == Arithmetic::kInteger    ? 4
+inline constexpr int kPerWord = is_integer(A)                ? 4
                                 : A == Arithmetic::kBfloat16 ? 2
                                                              : 1;
 
@@ -171,7 +171,7 @@ struct Decoder {
 
   // Word `i` of four unsigned bytes.
   SPECJAX_INLINE Word bytes(int i, Word four) const {
-    if constexpr (A == Arithmetic::kInteger) return four;
+    if constexpr (is_integer(A)) return four;
     const Float value = to_float((Int)(four >> (8 * i) & 0xFFu));
     return (Word)(value - splat(static_cast<float>(offset(kind))));
   }
