@@ -2,9 +2,10 @@
 
 Every prompt is answered by all cases in turn, each time beginning with another one, so that a busy
 machine slows all of them. A ratio is plain decoding's time over the drafter's for the same prompts
-and the same target; rows hold the geometric mean of the ratios, with its 95 % interval by bootstrap
-over prompts. Every output is compared with plain decoding's; sampled ones are the same where drafts
-are chosen without chance. Programs are compiled before.
+and the same target; a model in 12 bits, or a nested one, is compared with plain decoding in
+bfloat16, whose output it has. Rows hold the geometric mean of the ratios, with its 95 % interval by
+bootstrap over prompts. Every output is compared with plain decoding's; sampled ones are the same
+where drafts are chosen without chance. Programs are compiled before.
 
     python -m benchmarks.speed.instruct_drafters --json OUT
     python -m benchmarks.speed.instruct_drafters --batch 8 --json OUT
@@ -23,11 +24,12 @@ from tqdm import tqdm
 
 import specjax
 from benchmarks.support.common import pad, parser, table, write
-from benchmarks.support.instruct import KINDS, MODEL, Case, cases, prompts, target
+from benchmarks.support.instruct import KINDS, MODEL, Case, base, cases, prompts, target
 
 COMPARED = (
-    "Auto", "Auto, 16 bits", "QSpec a8", "prompt lookup", "ANPD", "Lookahead, W = G = 2",
-    "CORE, N = 4, W = 3, G = 4", "MXFP4 cast, a8", "MXFP4 cast, a8, ANPD below",
+    "Auto", "Auto, 16 bits", "Auto, 12 bits", "Auto, nested", "nested, QSpec(3) a8", "QSpec a8",
+    "prompt lookup", "ANPD", "Lookahead, W = G = 2", "CORE, N = 4, W = 3, G = 4",
+    "MXFP4 cast, a8", "MXFP4 cast, a8, ANPD below",
 )  # fmt: skip
 RESAMPLES = 2000
 
@@ -36,7 +38,8 @@ def main() -> int:
     options = _options()
     found = cases()
     chosen = {name: found[name] for name in options.drafters}
-    targets = dict.fromkeys(case.target for case in chosen.values())
+    models = [case.target for case in chosen.values()]
+    targets = dict.fromkeys([*map(base, models), *models])
     plain = {f"plain, {name}": Case(name, specjax.Autoregressive) for name in targets}
     runs = {name: (case.target, case.make()) for name, case in {**plain, **chosen}.items()}
     chunks = list(_chunks(options))
@@ -116,7 +119,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     rows = []
     for name, (model, _) in runs.items():
-        plain = f"plain, {model}"
+        plain = f"plain, {base(model)}"
         ratios = np.log(np.array(seconds[plain]) / np.array(seconds[name]))
         for kind in (*dict.fromkeys(kinds), "all"):
             where = [i for i, each in enumerate(kinds) if kind in (each, "all")]

@@ -79,6 +79,11 @@ def target(name: str) -> Params:
     return plain if name == "bfloat16" else specjax.quantize(plain, name, group_size=64)
 
 
+def base(name: str) -> str:
+    """The target whose plain decoding a target is compared with: as it was before it was stored."""
+    return "gguf" if name == "gguf" else "bfloat16"
+
+
 def cases() -> dict[str, Case]:
     """The drafters by name, the ones of the GGUF file's model first."""
 

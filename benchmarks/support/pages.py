@@ -267,7 +267,8 @@ SECTIONS = (
             "100,000 sampled texts per drafter against their exact distribution."),
     Section("speed.instruct_drafters", "smollm2_drafters*", "Drafters of a real instruct model",
             "SmolLM2 answers real prompts, reading included. *speedup*: geometric mean over "
-            "prompts, beside plain decoding of the same target, with its 95 % interval.",
+            "prompts, beside plain decoding of the same target, with its 95 % interval. "
+            "*bfloat12* and *nested16* hold the bfloat16 model exactly, and are compared with it.",
             apart=True),
     Section("speed.repeated_work", "smollm2_repeated*", "Work that repeats itself",
             "SmolLM2, one prompt at a time, reading and adding to the memory included. The second "

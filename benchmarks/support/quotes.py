@@ -125,17 +125,23 @@ INSTRUCT = {
     "batch 1, at 0.7": "epyc/smollm2_drafters_1_sampled",
     "batch 8": "epyc/smollm2_drafters_8",
 }
-BITS = {"gguf": "4 bits", "bfloat16": "bfloat16"}
+HELD = {
+    "gguf": "4 bits", "bfloat16": "bfloat16", "bfloat12": "12 bits, exact",
+    "nested16": "nested, exact",
+}  # fmt: skip
+DRAFTER = re.compile(r"^(plain|nested), |, (12 bits|16 bits|nested)$")  # the model, in its name
 
 
 def instruct() -> list[dict[str, Any]]:
     """SmolLM2's drafters on real prompts, what loses at batch 1 first; a result per column."""
     columns = {name: select(load(file).rows, kind="all") for name, file in INSTRUCT.items()}
-    first = [row for row in columns["batch 1"] if not row["drafter"].startswith("plain")]
+    bases = "plain, gguf", "plain, bfloat16"
+    first = [row for row in columns["batch 1"] if row["drafter"] not in bases]
     lines = []
     for row in sorted(first, key=lambda row: row["speedup"]):
         drafter = row["drafter"]
-        line = {"drafter": drafter.partition(", 16 bits")[0], "model": BITS[row["target"]]}
+        shown = "none" if drafter.startswith("plain") else DRAFTER.sub("", drafter)
+        line = {"drafter": shown, "model": HELD[row["target"]]}
         for name, rows in columns.items():
             line[name] = next(iter(select(rows, drafter=drafter)), None)
         lines.append(line)
