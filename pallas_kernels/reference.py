@@ -52,20 +52,19 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.Array:
     """Multiplies x: bf16 or f32[M, K] by weight: (N, K) -> f32[M, N], as defined above."""
     check_plain_columns(weight)
-    split = x.dtype == jnp.bfloat16 and isinstance(weight, Int8Weight) and activation == "a16"
+    narrow = x.dtype == jnp.bfloat16
     x = x.astype(jnp.float32)
     if not isinstance(weight, Quantized):
         return _over_output_chunks(lambda part: _dot(x, dequantize(part)), weight)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    if split:
+    if activation != "a16":
+        q, scales = quantize_activations(x, activation, weight.group_size)
+    elif narrow and isinstance(weight, Int8Weight):
         weight = _in_planes(weight)
-        assert weight.group_size is not None
-        high, low, scales = split_activations(x, weight.group_size)
+        high, low, scales = split_activations(x, weight.group_size or PLANE)
         q = jnp.concatenate((high, low))
-        return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
-    if activation == "a16":
+    else:
         return _over_output_chunks(lambda part: _float_matmul(x, part), weight)
-    q, scales = quantize_activations(x, activation, weight.group_size)
     return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
 
 
@@ -74,12 +73,10 @@ def _in_planes(weight: Int8Weight) -> Int8Weight:
     if weight.group_size is not None:
         return weight
     planes = weight.integers.shape[1] // PLANE
-    parts = {name: getattr(weight, name) for name in ("scales", "zeros", "minima")}
-    repeated = {
-        name: part if part is None else jnp.repeat(part, planes, axis=1)
-        for name, part in parts.items()
-    }
-    return dataclasses.replace(weight, group_size=PLANE, **repeated)
+    scales, zeros, minima = jax.tree.map(
+        lambda part: jnp.repeat(part, planes, axis=1), (weight.scales, weight.zeros, weight.minima)
+    )
+    return dataclasses.replace(weight, group_size=PLANE, scales=scales, zeros=zeros, minima=minima)
 
 
 def _over_output_chunks(product: Callable[[Any], jax.Array], weight: Weight) -> jax.Array:
