@@ -121,5 +121,6 @@ def cases() -> dict[str, Case]:
         **{name: Case("gguf", make) for name, make in own.items()},
         **{name: Case("bfloat16", make) for name, make in casts.items()},
         "Auto, 12 bits": Case("bfloat12", specjax.Auto),
+        "prompt lookup, 12 bits": Case("bfloat12", lambda: PromptLookup(5)),
         **{name: Case("nested16", make) for name, make in nested.items()},
     }
