@@ -319,7 +319,7 @@ def test_quantize_refusals(model: Params) -> None:
     for options, message in (
         ({"method": "gguf"}, "method must be one of rtn, rtn-clip, gptq, gptq-clip, int8"),
         ({"method": "gptq+rtn"}, "got 'gptq+rtn'"),
-        ({"method": "awq+quarot"}, "before it in this order, got 'awq+quarot'"),
+        ({"method": "awq+quarot"}, "in this order, or bfloat12 or nested16, got 'awq+quarot'"),
         ({"method": ""}, "got ''"),
         ({"method": "act-order+rtn"}, "act-order goes with gptq only"),
         ({"group_size": 48}, "group_size must be 32, 64, 128 or None"),

@@ -186,7 +186,7 @@ REFUSED = [  # call, changes, error message
     (MATMUL, {"results": (shape(120),)}, "a result does not fit"),
     (MATMUL, {"results": (shape(3, 40, dtype=jnp.bfloat16),)}, "a result does not fit"),
     (MATMUL, {"results": (shape(3, 40), shape(3, 40))}, "do not fit together"),
-    (MATMUL, {"kinds": numbers(5)}, "unknown kind of weight"),
+    (MATMUL, {"kinds": numbers(6)}, "unknown kind of weight"),
     (MATMUL, {"kinds": numbers(-1)}, "unknown kind of weight"),
     (MATMUL, {"kinds": numbers(4)}, "integer products need a quantized weight"),
     (MATMUL, {"kinds": numbers(0, 0)}, "do not fit together"),
