@@ -76,6 +76,7 @@ def same_bits(one: Params, other: Params) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.covering(1)
 def test_every_matrix_is_exact(method: str, tied: bool) -> None:
     exact, plain = exact_model(method, tied), plain_model(tied)
     assert exact.config == plain.config
@@ -172,6 +173,7 @@ def test_a_product_reads_one_plane(activation: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS[:3])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.covering(1)
 def test_checkpoints(tmp_path: Path, method: str, tied: bool) -> None:
     """Saved, or converted from a checkpoint, a model is the one in memory; exported, the plain."""
     plain, exact = plain_model(tied), exact_model(method, tied)

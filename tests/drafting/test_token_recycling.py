@@ -35,6 +35,7 @@ CASES = [(name, {}) for name in DRAFTERS] + [("wide", SAMPLED), ("narrow", SAMPL
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(("name", "drawn"), CASES)
+@pytest.mark.covering(1)
 def test_output_is_that_of_plain_decoding(name: str, drawn: dict[str, object]) -> None:
     options: dict[str, object] = {"max_new_tokens": NEW, "stop_tokens": (), **drawn}
     plain = specjax.decode(PARAMS, PROMPTS, drafter=specjax.Autoregressive(), **options)

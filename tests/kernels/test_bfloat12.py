@@ -55,6 +55,7 @@ def test_every_pattern_comes_back() -> None:
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("escapes", [0, 0.003, 0.3])
+@pytest.mark.covering(1)
 def test_every_size_comes_back(n: int, k: int, escapes: float) -> None:
     bits = random_bits(n, k, escapes)
     weight = encoded(bits)
@@ -91,6 +92,7 @@ def test_palettes_hold_the_most_frequent_high_bytes() -> None:
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.covering(1)
 def test_products_have_the_bits_of_the_plain_matrix(instruction_set: str, n: int, k: int) -> None:
     for escapes in (0, 0.0003, 0.02):
         bits = random_bits(n, k, escapes)
