@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 from benchmarks.support.pages import largest_batch
 from benchmarks.support.results import RESULTS, Rows, load, select
@@ -44,10 +43,7 @@ def _instruct(path: Path) -> None:
 
     lines = instruct()
     figure, axes = _figure(0.9 + 0.45 * len(lines))
-    heights = np.linspace(-0.27, 0.27, len(INSTRUCT))
-    for height, name, color in zip(
-        heights, INSTRUCT, ("#3b6ea8", "#7fa8d1", "#c98b3c"), strict=True
-    ):
+    for height, name, color in zip((-0.2, 0.2), INSTRUCT, ("#3b6ea8", "#c98b3c"), strict=True):
         rows = [(place + height, line[name]) for place, line in enumerate(lines) if line[name]]
         values = [row["speedup"] for _, row in rows]
         spread = [
@@ -55,7 +51,7 @@ def _instruct(path: Path) -> None:
             for end in ("low", "high")
         ]
         places = [place for place, _ in rows]
-        axes.barh(places, values, 0.25, xerr=spread, color=color, label=name, ecolor="0.3")
+        axes.barh(places, values, 0.38, xerr=spread, color=color, label=name, ecolor="0.3")
     axes.axvline(1, color="0.2", linewidth=1, zorder=0)
     names = [f"{line['drafter']}\n{line['model']}" for line in lines]
     axes.set_yticks(range(len(lines)), names, fontsize=7)

@@ -122,7 +122,6 @@ def _gains() -> str:
 # SmolLM2's files of results, by the column that README shows.
 INSTRUCT = {
     "batch 1": "epyc/smollm2_drafters_1",
-    "batch 1, at 0.7": "epyc/smollm2_drafters_1_sampled",
     "batch 8": "epyc/smollm2_drafters_8",
 }
 HELD = {
