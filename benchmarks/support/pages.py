@@ -280,7 +280,7 @@ SECTIONS = (
             "and another temperature. The second process finds what the first one compiled."),
     Section("speed.beside_llama_cpp", "smollm2_llama_cpp*", "Beside llama.cpp on the same file",
             "*read*: up to the first new token; *generate*: 64 tokens after it; *first*: from the "
-            "shell to the first token; *texts*: greedy answers.", _by_part),
+            "shell to the first token; *texts*: greedy answers.", _by_part, apart=True),
     Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
             "The target is `tiny-16bit` widened to 1.04 billion parameters "
             "(`benchmarks/support/widen.py`): acceptance is the small model's, cost the large's. "
