@@ -1,4 +1,4 @@
-"""What all weight formats share."""
+"""The properties that all weight formats share."""
 
 from __future__ import annotations
 

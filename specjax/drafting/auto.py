@@ -73,7 +73,7 @@ class Costs:
 
 
 class AutoState(NamedTuple):
-    """What is known of each row's drafts.
+    """How the drafts of each row have fared.
 
     rates: by kind: those of the text, of the memory, and of the model.
     text, memory: what they propose in this round; no memory proposes nothing.
@@ -89,7 +89,7 @@ class AutoState(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a round drafts. text: int32[B], tokens of the guess; own: int32[], of the model."""
+    """The drafts of a round. text: int32[B], tokens of the guess; own: int32[], of the model."""
 
     text: jax.Array
     own: jax.Array

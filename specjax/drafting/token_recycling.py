@@ -30,7 +30,7 @@ _NOTHING = -1  # where a successor is not known
 
 
 class RecycledState(NamedTuple):
-    """What a row's passes said.
+    """The successors that each row's passes gave.
 
     matrix: int32[B, V, C], the most probable successors of every token; -1: not known.
     read: int32[B, 1 + N], the tokens that this round's pass reads; V: none.
