@@ -52,7 +52,7 @@ _VERSION = 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SuffixMemory:
-    """The tokens that followed the last ones of all texts so far. A pytree of one size, whatever it holds.
+    """The tokens that followed the last ones of all texts so far: a pytree of one size.
 
     `Auto(memory=memory)` drafts from it. Decoding adds its own texts to a copy, so a memory that is
     to keep them gets them afterwards: `memory = memory.add([result.tokens, …])`.
