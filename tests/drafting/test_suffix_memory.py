@@ -90,7 +90,7 @@ class Dictionary:
         return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**31), capacity=st.sampled_from((1, 30, 1 << 16)))
 def test_it_proposes_what_a_dictionary_of_contexts_does(seed: int, capacity: int) -> None:
     rng = np.random.default_rng(seed)
@@ -210,6 +210,7 @@ def test_rows_of_a_batch_draft_for_each_other() -> None:
     np.testing.assert_array_equal(together.tokens, apart.tokens)
 
 
+@pytest.mark.exhaustive
 def test_a_memory_goes_through_jit_and_vmap() -> None:
     memory = specjax.SuffixMemory.create(VOCAB)
     keys = jax.random.split(jax.random.key(0), 2)
