@@ -8,7 +8,8 @@ Expected tokens come from what was kept of each row's earlier drafts.
 
 The proposals of the text and the memory are judged in every round, drafted or not: the tokens that
 came show whether they were right. So a row that begins to repeat itself, or another, is noticed
-without a wasted pass.
+without a wasted pass. To look costs time too: a batch that has drafted nothing for a while looks at
+every fourth round only.
 
 The choice looks at all rows together, because they share the pass. No output depends on it: drafts
 of all sources are compared with the target's own tokens (`verification`), sampled ones too.
@@ -48,6 +49,7 @@ _OF_MODEL = 0.9
 _PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each), _OF_MODEL)
 _REMEMBERED, _OWN = len(_OF_TEXT), len(_PRIORS) - 1  # the first kind of the memory; the model's
 _MARGIN = 1.02  # drafting must promise so much more than not drafting
+_PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
 
@@ -78,6 +80,7 @@ class AutoState(NamedTuple):
     rates: by kind: those of the text, of the memory, and of the model.
     text, memory: what they propose in this round; no memory proposes nothing.
     own: bool[B], whether the model drafted in this round.
+    idle: int32[B], rounds since the batch last drafted.
     model: the own drafter's state; None without one.
     """
 
@@ -85,6 +88,7 @@ class AutoState(NamedTuple):
     text: Guess
     memory: Guess
     own: jax.Array
+    idle: jax.Array
     model: Any
 
 
@@ -93,6 +97,15 @@ class _Plan(NamedTuple):
 
     text: jax.Array
     own: jax.Array
+
+
+class _Look(NamedTuple):
+    """A round's guesses, the better one of each row, and the plan."""
+
+    text: Guess
+    memory: Guess
+    better: Guess
+    plan: _Plan
 
 
 @jax.tree_util.register_dataclass
@@ -151,12 +164,10 @@ class Auto(Drafter):
             raise ValueError("memory must be None for a model that is divided over a mesh")
 
     def init(self, params: Params, state: DecodeState, width: int) -> AutoState:
-        rows = state.tokens.shape[0]
-        zeros = jnp.zeros(rows, jnp.int32)
-        none = jnp.zeros((rows, WIDTHS[-1]), jnp.int32)
+        zeros = jnp.zeros_like(state.lengths)
         model = None if self.draft is None else self.draft.init(params, state, width)
-        nothing = Guess(none, none, zeros)
-        return AutoState(Rates.create(rows, _PRIORS), nothing, nothing, zeros > 0, model)
+        rates, nowhere = Rates.create(len(zeros), _PRIORS), self._nowhere(state)
+        return AutoState(rates, nowhere.text, nowhere.memory, zeros > 0, zeros, model)
 
     def shared(self) -> SuffixMemory | None:
         return self.memory
@@ -167,22 +178,44 @@ class Auto(Drafter):
         return None if shared is None else shared.learn(tokens, begins, ends)
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
+        idle = jnp.max(jnp.where(state.finished, 0, state.draft.idle))
+        nowhere = self._nowhere(state)
+        look = lax.cond(_due(idle), lambda: self._look(state), lambda: nowhere)
+        padding = ((0, 0), (0, self.draft_length - WIDTHS[-1]))
+        proposal = Proposal(jnp.pad(look.better.tokens, padding), look.plan.text)
+        cache = state.cache
+        if self.draft is not None:
+            proposal, cache = self._draft(params, state, proposal, look.plan.own)
+        drafts = (look.plan.own > 0) | jnp.any((look.plan.text > 0) & ~state.finished)
+        draft = state.draft._replace(
+            text=look.text, memory=look.memory,
+            own=jnp.broadcast_to(look.plan.own > 0, state.finished.shape),
+            idle=jnp.broadcast_to(jnp.where(drafts, 0, idle + 1), state.finished.shape),
+        )  # fmt: skip
+        return proposal, dataclasses.replace(state, cache=cache, draft=draft)
+
+    def _nowhere(self, state: DecodeState) -> _Look:
+        """What is found without a look: nothing."""
+        zeros = jnp.zeros_like(state.lengths)
+        none = jnp.zeros((*zeros.shape, WIDTHS[-1]), jnp.int32)
+        nothing = Guess(none, none, zeros)
+        return _Look(nothing, nothing, nothing, _Plan(zeros, jnp.int32(0)))
+
+    def _look(self, state: DecodeState) -> _Look:
         room = jnp.maximum(state.limits - state.lengths - 1, 0)
         text, memory = self._guesses(state, room)
         rates = state.draft.rates
         better = rates.gains(memory)[:, -1] > rates.gains(text)[:, -1]
         guess = jax.tree.map(partial(_where, better), memory, text)
-        plan = self._plan(state, guess, room)
-        padding = ((0, 0), (0, self.draft_length - WIDTHS[-1]))
-        proposal = Proposal(jnp.pad(guess.tokens, padding), plan.text)
-        cache = state.cache
-        if self.draft is not None:
-            proposal, cache = self._draft(params, state, proposal, plan.own)
-        own = jnp.broadcast_to(plan.own > 0, state.finished.shape)
-        draft = state.draft._replace(text=text, memory=memory, own=own)
-        return proposal, dataclasses.replace(state, cache=cache, draft=draft)
+        return _Look(text, memory, guess, self._plan(state, guess, room))
 
     def observe(self, draft: AutoState, verified: Verified) -> AutoState:
+        looked = _due(jnp.max(draft.idle) - 1)
+        rates = lax.cond(looked, lambda: self._judged(draft, verified), lambda: draft.rates)
+        return draft._replace(rates=rates)
+
+    def _judged(self, draft: AutoState, verified: Verified) -> Rates:
+        """The rates after the tokens that came, which judge the round's guesses and drafts."""
         came, rates = verified.emitted[:, : WIDTHS[-1]], draft.rates
         for guess in (draft.text, draft.memory):
             rates = rates.judged(guess, came, verified.count)
@@ -192,8 +225,7 @@ class Auto(Drafter):
             (place < count[:, None]) & draft.own[:, None]
             for count in (verified.tested, verified.accepted)
         )
-        rates = rates.after(kinds, tested, kept).forgotten(_OWN, _OF_MODEL, ~draft.own)
-        return draft._replace(rates=rates)
+        return rates.after(kinds, tested, kept).forgotten(_OWN, _OF_MODEL, ~draft.own)
 
     def _guesses(self, state: DecodeState, room: jax.Array) -> tuple[Guess, Guess]:
         """The proposals of the text and of the memory, no longer than there is room: int32[B]."""
@@ -256,6 +288,11 @@ class Auto(Drafter):
         carry = own > 0, proposal, state.cache
         _, proposal, cache = lax.while_loop(lambda carry: carry[0], turn, carry)
         return proposal, cache
+
+
+def _due(idle: jax.Array) -> jax.Array:
+    """Whether a batch looks for drafts after so many rounds without any, int32[] -> bool[]."""
+    return (idle < _PATIENCE) | (idle % _PAUSE == 0)
 
 
 def _kind(match: Match) -> jax.Array:

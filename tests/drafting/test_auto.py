@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def test_output_is_that_of_plain_decoding(name: str, sampling: Sampling | None) 
     ours = decode(CHOICES[name], sampling)
     np.testing.assert_array_equal(ours.tokens, plain.tokens)
     assert (int(ours.stats.drafted.sum()) == 0) == (name == "nothing")
+
+
+def test_a_batch_that_drafts_nothing_looks_at_every_fourth_round() -> None:
+    drafter = CHOICES["nothing"]
+    state = start(PARAMS, REPEATED, drafter=drafter, max_new_tokens=4)
+    looked = []
+    for _ in range(26):
+        _, state = drafter.propose(PARAMS, state)
+        looked.append(bool(np.any(state.draft.text.counts)))
+    assert all(looked[:16])
+    assert [place for place in range(16, 26) if looked[place]] == [16, 20, 24]
+
+
+def test_a_draft_ends_the_pause() -> None:
+    state = start(PARAMS, REPEATED, drafter=CHOICES["text"], max_new_tokens=4)
+    idle = jnp.full_like(state.draft.idle, 400)
+    state = dataclasses.replace(state, draft=state.draft._replace(idle=idle))
+    proposal, state = CHOICES["text"].propose(PARAMS, state)
+    assert np.any(proposal.counts) and not np.any(state.draft.idle)
 
 
 DETERMINISTIC = {
