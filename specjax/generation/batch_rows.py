@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.cache_entries import Entries
 from pallas_kernels.settings import own_settings
 from specjax.generation.decoding import begin, empty_cache
 from specjax.generation.request import Request
@@ -33,6 +34,8 @@ from specjax.speculation.state import DecodeState
 
 CHUNK = 64  # prompt tokens per pass
 
+Block = tuple[Entries, Entries]  # keys and values of CHUNK slots of one row, in every layer
+
 
 class Job(NamedTuple):
     """The values that all prompts of a run share. width: tokens that prompts are padded to."""
@@ -43,14 +46,24 @@ class Job(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A prompt that waits for a row: its number, its tokens, int32[T], the length at which it ends,
-    its key, [1] or None, and its sampling, in arrays [1], or None."""
+    """A prompt that waits for a row.
+
+    number: what its results are told apart by.
+    tokens: int32[T].
+    limit: the length at which it ends.
+    key: [1], or None where all prompts are decoded greedily.
+    sampling: in arrays [1], or None where all are decoded greedily.
+    draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
+    scores: False where nobody asks for its log-probabilities.
+    """
 
     number: int
     tokens: np.ndarray
     limit: int
     key: jax.Array | None
     sampling: Sampling | None
+    draws: bool = True
+    scores: bool = True
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""
@@ -88,6 +101,27 @@ def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
     cache = reading.cache.with_lengths(jnp.array([done], jnp.int32))
     cache = _chunk(job.params, chunk, cache, job.request.activation)
     return reading._replace(cache=cache, done=end)
+
+
+@jax.jit
+def cut_block(cache: KVCache, start: jax.Array) -> Block:
+    """Copies the entries of one row's slots start … start + CHUNK - 1."""
+    entries = cache.keys, cache.values
+    block: Block = jax.tree.map(
+        lambda part: lax.dynamic_slice_in_dim(part, start, CHUNK, axis=2), entries
+    )
+    return block
+
+
+@partial(jax.jit, donate_argnames="cache")
+def put_block(cache: KVCache, block: Block, start: jax.Array) -> KVCache:
+    """Writes a block's entries to one row's slots start … start + CHUNK - 1."""
+    keys, values = jax.tree.map(
+        lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, axis=2),
+        (cache.keys, cache.values),
+        block,
+    )
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 @partial(jax.jit, donate_argnames="cache", static_argnames="activation")

@@ -158,11 +158,17 @@ def _stream_batch(
     while batch is not None and batch.busy:
         batch.fill()
         if batch.running:
-            rounds = _rounds(batch.step(), batch.job.params.mesh)
-            finished = batch.finished()
-            for row, prompt in list(batch.running.items()):
-                end = batch.take(row) if row in finished else None
-                yield prompt.number, dataclasses.replace(rounds[row], completion=end)
+            yield from rounds_of(batch, batch.step()).items()
+
+
+def rounds_of(batch: Batch, verified: Verified) -> dict[int, Round]:
+    """Returns the round of every running prompt, by its number, and frees the finished rows."""
+    rounds, finished = _rounds(verified, batch.job.params.mesh), batch.finished()
+    taken = {}
+    for row, prompt in list(batch.running.items()):
+        end = batch.take(row) if row in finished else None
+        taken[prompt.number] = dataclasses.replace(rounds[row], completion=end)
+    return taken
 
 
 def _rounds(verified: Verified, mesh: Mesh | None) -> list[Round]:

@@ -73,9 +73,9 @@ class TextStream:
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._prompt = list(prompt)
+        self._prompt = list(prompt[-_CONTEXT:])
         self._stops = tuple(stops)
-        self._ids = list(prompt)
+        self._ids = list(self._prompt)
         self._shown = 0
         self.ended = False
 
