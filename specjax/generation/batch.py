@@ -75,6 +75,8 @@ class Batch:
     waiting: prompts that nobody has read yet. More may be appended at any time between two calls.
     running: the prompts in the rows, by row.
     state: the rows.
+    echoed: log-probabilities of prompts' own tokens but the first, by the prompts' numbers; whoever
+        asked for them takes them out.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Batch:
         self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Waiting] = {}
         self.state = empty_rows(job, rows, like)
+        self.echoed: dict[int, Logprobs] = {}
         self._coming: PromptReading | None = None
 
     @property
@@ -107,6 +110,7 @@ class Batch:
             if not self._coming.unread:
                 row = next(row for row in range(self._rows) if row not in self.running)
                 self.state = admit(self.job, self.state, self._coming, row)
+                self._echo(self._coming)
                 self.running[row], self._coming = self._coming.prompt, None
 
     def run(self, limit: int) -> int:
@@ -136,6 +140,7 @@ class Batch:
     def drop(self, number: int) -> None:
         """Forgets a prompt that waits, is being read, or is in a row. An unknown number is none."""
         self.waiting = deque(prompt for prompt in self.waiting if prompt.number != number)
+        self.echoed.pop(number, None)
         if self._coming is not None and self._coming.prompt.number == number:
             self._coming = None
         for row in [row for row, prompt in self.running.items() if prompt.number == number]:
@@ -149,7 +154,20 @@ class Batch:
     def _open(self, prompt: Waiting) -> PromptReading:
         """Begins to read a prompt, behind what another prompt had in common with it."""
         reading = open_prompt(self.job, prompt)
-        return reading if self.prefixes is None else self.prefixes.resume(reading)
+        if self.prefixes is None or prompt.echoes:  # what is not read again is not scored
+            return reading
+        return self.prefixes.resume(reading)
+
+    def _echo(self, reading: PromptReading) -> None:
+        """Hands out the log-probabilities of a prompt that has been read."""
+        if reading.prompt.echoes:
+            none = jax.tree.map(
+                lambda leaf: np.asarray(leaf[0]),
+                Logprobs.zeros(1, 0, self.job.request.logprobs or 0),
+            )
+            self.echoed[reading.prompt.number] = jax.tree.map(
+                lambda *parts: np.concatenate(parts), none, *reading.scores
+            )
 
     def _read(self, reading: PromptReading) -> PromptReading:
         after = read_chunk(self.job, reading)

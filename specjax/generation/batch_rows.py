@@ -28,6 +28,7 @@ from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row
 from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation.drafter import Drafter
+from specjax.speculation.logprobs import Logprobs, score_emitted
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState
@@ -55,6 +56,7 @@ class Waiting(NamedTuple):
     sampling: in arrays [1], or None where all are decoded greedily.
     draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
     scores: False where nobody asks for its log-probabilities.
+    echoes: whether the log-probabilities of its own tokens are asked for as well.
     """
 
     number: int
@@ -64,6 +66,7 @@ class Waiting(NamedTuple):
     sampling: Sampling | None
     draws: bool = True
     scores: bool = True
+    echoes: bool = False
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""
@@ -74,11 +77,15 @@ class Waiting(NamedTuple):
 
 
 class PromptReading(NamedTuple):
-    """A prompt that is being read: the cache of one row, with `done` tokens in it."""
+    """A prompt that is being read: the cache of one row, with `done` tokens in it.
+
+    scores: log-probabilities of tokens 1 … done, a chunk each, where they are asked for.
+    """
 
     prompt: Waiting
     cache: KVCache
     done: int
+    scores: tuple[Logprobs, ...] = ()
 
     @property
     def unread(self) -> int:
@@ -99,8 +106,15 @@ def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
     chunk = np.zeros((1, CHUNK), np.int32)
     chunk[0, : end - done] = reading.prompt.tokens[done:end]
     cache = reading.cache.with_lengths(jnp.array([done], jnp.int32))
-    cache = _chunk(job.params, chunk, cache, job.request.activation)
-    return reading._replace(cache=cache, done=end)
+    if not reading.prompt.echoes:
+        cache = _chunk(job.params, chunk, cache, job.request.activation)
+        return reading._replace(cache=cache, done=end)
+    following = np.zeros((1, CHUNK), np.int32)
+    following[0, : end - done] = reading.prompt.tokens[done + 1 : end + 1]
+    k = job.request.logprobs or 0
+    scores, cache = _scored_chunk(job.params, chunk, following, cache, job.request.activation, k)
+    own = jax.tree.map(lambda leaf: np.asarray(leaf)[0, : end - done], scores)
+    return reading._replace(cache=cache, done=end, scores=(*reading.scores, own))
 
 
 @jax.jit
@@ -134,6 +148,22 @@ def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activa
     return on_mesh(read, params.mesh, (params,), (tokens, cache), out=row_specs(cache))
 
 
+@partial(jax.jit, donate_argnames="cache", static_argnames=("activation", "k"))
+@own_settings()
+def _scored_chunk(
+    params: Params,
+    tokens: jax.Array,
+    following: jax.Array,
+    cache: KVCache,
+    activation: Activation,
+    k: int,
+) -> tuple[Logprobs, KVCache]:
+    """`_chunk`, and the log-probabilities of the tokens that follow each place, on one device."""
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    logits, cache = forward(params, tokens, positions, cache, activation=activation)
+    return score_emitted(logits, following, k), cache
+
+
 def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> DecodeState:
     """Returns the batch's state with a prompt that has been read in one of its rows."""
     one = _begin(job.params, job.request, reading.cache, reading.prompt.rows(job.width))
@@ -141,7 +171,7 @@ def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> Dec
     return after
 
 
-@jax.jit
+@partial(jax.jit, donate_argnames="cache")
 @own_settings()
 def _begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
     return on_mesh(begin, params.mesh, (params, request), (cache, rows))

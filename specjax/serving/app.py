@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -111,10 +111,8 @@ class _Routes:
         self._check(asked)
         if asked.best_of not in (None, asked.n or 1):
             raise Refused(400, "best_of must be n, or left out", param="best_of")
-        if asked.echo and asked.logprobs is not None:
-            raise Refused(400, "logprobs with echo are not offered", param="logprobs")
         prompts = await run_in_threadpool(self._encoded, asked)
-        outputs = self._outputs(asked, prompts, asked.max_tokens or 16, asked.logprobs)
+        outputs = self._outputs(asked, prompts, asked.max_tokens or 16, asked.logprobs, asked.echo)
         echoes = [""] * len(prompts)
         if asked.echo:
             given = zip(asked.prompts(), prompts, strict=True)
@@ -143,14 +141,23 @@ class _Routes:
             raise Refused(404, message, param="model", code="model_not_found")
 
     def _outputs(
-        self, asked: Common, prompts: Sequence[Sequence[int]], new: int | None, most: int | None
-    ) -> Outputs:
+        self, asked: Common, prompts: Sequence[Sequence[int]], new: int | None, most: int | None,
+        echo: bool | None = False,
+    ) -> Outputs:  # fmt: skip
         """The outputs of a request. most: log-probabilities at each place; None: none."""
         limit = self._engine.plan.logprobs
         if most is not None and most > limit:
             message = f"log-probabilities of up to {limit} tokens may be asked for, got {most}"
             raise Refused(400, message, param="logprobs")
-        return Outputs(self._engine, self._tokenizer, asked, prompts, new, most is not None)
+        return Outputs(
+            self._engine,
+            self._tokenizer,
+            asked,
+            prompts,
+            new,
+            most is not None,
+            bool(echo) and most is not None,
+        )
 
     def _encoded(self, asked: CompletionRequest) -> list[list[int]]:
         """The tokens of every prompt."""
@@ -174,28 +181,16 @@ class _Routes:
         self, request: Request, head: Head, writer: Writer, outputs: Outputs
     ) -> Response:
         if not outputs.request.stream:
-            return JSONResponse(
-                await self._heard(request, head, outputs, whole(head, writer, outputs))
-            )
+            try:
+                body = await _while_there(request, whole(head, writer, outputs))
+            finally:
+                self._write(head, outputs)
+            return JSONResponse(body)
         gains = outputs.gains()
-        first = await anext(gains)  # a full queue is a status, not an event
+        # A full queue is a status, not an event: the response begins with the first gain.
+        first = await _while_there(request, anext(gains))
         stream = self._logged(head, outputs, events(head, writer, outputs, first, gains), gains)
         return StreamingResponse(stream, media_type="text/event-stream")
-
-    async def _heard(
-        self, request: Request, head: Head, outputs: Outputs, answer: Coroutine[Any, Any, T]
-    ) -> T:
-        """Waits for an answer as long as the client does."""
-        making, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
-        try:
-            await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not making.done():
-                raise Refused(499, "the client has gone")
-            return making.result()
-        finally:
-            for task in (making, leaving):
-                task.cancel()
-            self._write(head, outputs)
 
     async def _logged(
         self, head: Head, outputs: Outputs, stream: AsyncIterator[bytes],
@@ -233,6 +228,19 @@ class _Routes:
 def _of_prefixes(engine: Engine, field: str) -> float:
     """A count of the prefix cache; 0 without one."""
     return float(getattr(engine.prefixes, field, 0))
+
+
+async def _while_there(request: Request, answer: Awaitable[T]) -> T:
+    """Waits for an answer as long as the client does, and gives it up with the client."""
+    making, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            raise Refused(499, "the client has gone")
+        return making.result()
+    finally:
+        making.cancel()
+        leaving.cancel()
 
 
 async def _gone(request: Request) -> None:

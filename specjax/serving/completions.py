@@ -8,6 +8,7 @@ from specjax.serving.outputs import Gain, Outputs
 from specjax.serving.requests import CompletionRequest
 from specjax.serving.responses import Head
 from specjax.serving.token_texts import TokenTexts
+from specjax.speculation.logprobs import Logprobs
 
 KIND = "text_completion"
 
@@ -27,6 +28,7 @@ class CompletionWriter:
         each = outputs.count // len(outputs.prompts)
         self._echoes = [echo for echo in echoes for _ in range(each)]
         self._offsets = [len(echo) for echo in self._echoes]
+        self._prompt_of = outputs.prompt_of
         self._begun = set[int]()
 
     def chunks(self, gain: Gain) -> list[dict[str, Any]]:
@@ -52,9 +54,20 @@ class CompletionWriter:
             offset = self._offsets[gain.index]
             logprobs = self._texts.completion(gain.tokens, gain.logprobs, self._logprobs, offset)
             self._offsets[gain.index] += sum(map(len, logprobs["tokens"]))
+            if gain.echoed is not None:
+                logprobs = _merged([self._of_prompt(gain.index, gain.echoed), logprobs])
         return {
             "index": gain.index, "text": text, "logprobs": logprobs, "finish_reason": gain.finish
         }  # fmt: skip
+
+    def _of_prompt(self, index: int, echoed: Logprobs) -> dict[str, Any]:
+        """The log-probabilities of a prompt's own tokens; the first follows none and has none."""
+        assert self._logprobs is not None
+        first, *rest = self._prompt_of(index)
+        text = self._texts.text(first)
+        scored = self._texts.completion(rest, echoed, self._logprobs, len(text))
+        none = {"tokens": [text], "token_logprobs": [None], "text_offset": [0]}
+        return _merged([{**none, "top_logprobs": [None] if self._logprobs else None}, scored])
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

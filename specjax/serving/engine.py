@@ -56,12 +56,14 @@ class Piece(NamedTuple):
     """What an output gained in a round; `finish` is not None in its last piece.
 
     error: why it ended early.
+    echoed: in the first piece, log-probabilities of the prompt's own tokens but the first.
     """
 
     tokens: list[int]
     logprobs: Logprobs | None = None
     finish: Finish | None = None
     error: str | None = None
+    echoed: Logprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ class Ask:
     sampling: draws them, each field one number; None: the greedy choice.
     seed, folds: the random key is that of the seed, with these numbers folded in.
     scored: whether pieces have log-probabilities.
+    echoed: whether the prompt's own tokens have some too.
     stop: tells of the new tokens whether they hold an end; once true, it stays true.
     stop_tokens: tokens that end it, beside the model's own.
     send: is told of every piece, in the engine's thread; it must not wait.
@@ -84,6 +87,7 @@ class Ask:
     seed: int
     folds: tuple[int, ...]
     scored: bool
+    echoed: bool
     stop: Callable[[list[int]], bool] | None
     stop_tokens: frozenset[int]
     send: Callable[[Piece], None]
@@ -100,7 +104,9 @@ class Ask:
         limit = len(self.tokens) + self.max_new_tokens
         sampling = _arrays(self.sampling or Sampling(top_k=1))
         draws = self.sampling is not None
-        return Waiting(number, self.tokens, limit, self.key(), sampling, draws, self.scored)
+        return Waiting(
+            number, self.tokens, limit, self.key(), sampling, draws, self.scored, self.echoed
+        )
 
     def end(self, output: list[int], new: int) -> int | None:
         """Where the output ends: the number of tokens up to the first of the last `new` ones that
@@ -202,8 +208,8 @@ class Engine:
                 raise Busy(self.plan.queue)
             self._asked += len(asks)
             numbers = [next(self._numbers) for _ in asks]
-        for number, ask in zip(numbers, asks, strict=True):
-            self._inbox.put(partial(self._admit, number, ask))
+            for number, ask in zip(numbers, asks, strict=True):
+                self._inbox.put(partial(self._admit, number, ask))
         return numbers
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -224,11 +230,17 @@ class Engine:
             self._thread.join()
 
     def _work(self) -> None:
-        while not self._ended:
-            try:
-                self._turn()
-            except Exception as error:
-                self._recover(error)
+        try:
+            while not self._ended:
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._recover(error)
+        finally:
+            self.drain()
+            while not self._inbox.empty():
+                self._inbox.get()()
+            self._fail("the server ends")
 
     def _turn(self) -> None:
         """Hears who asks and who goes, reads some of a prompt, and runs one round."""
@@ -267,7 +279,7 @@ class Engine:
         if ask.scored:
             logprobs = jax.tree.map(lambda leaf: leaf[: len(tokens)], gained.logprobs)
         self.metrics.generated(len(tokens))
-        piece = Piece(tokens, logprobs, finish, error)
+        piece = Piece(tokens, logprobs, finish, error, self._batch.echoed.pop(number, None))
         if finish is None:
             ask.send(piece)
         else:
@@ -293,7 +305,6 @@ class Engine:
 
     def _end(self) -> None:
         self._ended = True
-        self._fail("the server ends")
 
     def _fail(self, reason: str) -> None:
         for number in list(self._open):
@@ -303,8 +314,8 @@ class Engine:
         """Ends every open output with an error, and begins with rows that hold nothing."""
         _log.error("the engine failed and starts anew", exc_info=error)
         self.metrics.failed()
+        self._fail(f"the engine failed ({type(error).__name__}) and starts anew: ask again")
         self._batch = self._new_batch()
-        self._fail(f"the engine failed ({type(error).__name__}) and has started anew: ask again")
 
     def _new_batch(self) -> Batch:
         plan = self.plan
@@ -319,9 +330,13 @@ class Engine:
         """Makes a short output, twice with the same beginning, and gives up a third."""
         length = min(2 * CHUNK + 2, self.plan.context - 2)
         tokens = np.zeros(length, np.int32)
-        ask = Ask(tokens, 2, sampling, 2**32 - 1, (0, 1), scored, None, frozenset(), lambda _: None)
+        ask = Ask(
+            tokens, 2, sampling, 2**32 - 1, (0, 1), scored, False, None, frozenset(), lambda _: None
+        )
         for number in (-1, -2, -3):
             self._batch.waiting.append(ask.waiting(number))
+        if scored:
+            self._batch.waiting.append(ask.waiting(-4)._replace(echoes=True))
         while self._batch.busy:
             self._batch.fill()
             if any(prompt.number == -3 for prompt in self._batch.running.values()):

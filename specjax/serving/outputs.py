@@ -31,6 +31,7 @@ class Gain:
     tokens: new tokens, those of the end among them.
     logprobs: of the tokens, where they were asked for.
     finish: not None in the last gain.
+    echoed: in the first gain, log-probabilities of the prompt's own tokens but the first.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Gain:
     tokens: list[int]
     logprobs: Logprobs | None
     finish: Finish | None
+    echoed: Logprobs | None = None
 
 
 class Outputs:
@@ -49,6 +51,7 @@ class Outputs:
     prompts: token ids.
     new: the most tokens of each output; None: as many as the context has room for.
     scored: whether log-probabilities are asked for.
+    echoed: whether those of the prompts' own tokens are.
 
     count: outputs.
     generated: tokens so far.
@@ -58,10 +61,10 @@ class Outputs:
 
     def __init__(
         self, engine: Engine, tokenizer: ChatTokenizer, request: Common,
-        prompts: Sequence[Sequence[int]], new: int | None, scored: bool,
+        prompts: Sequence[Sequence[int]], new: int | None, scored: bool, echoed: bool = False,
     ) -> None:  # fmt: skip
         self._engine, self.request, self.prompts = engine, request, prompts
-        self._each, self._scored = request.n or 1, scored
+        self._each, self._scored, self._echoed = request.n or 1, scored, echoed
         self.count = len(prompts) * self._each
         self.generated, self.finishes = 0, dict[int, Finish]()
         self.first: float | None = None
@@ -118,6 +121,7 @@ class Outputs:
             seed=seed,
             folds=(number, sample) if self._each > 1 else (number,),
             scored=self._scored,
+            echoed=self._echoed,
             stop=stop,
             stop_tokens=frozenset(self.request.stop_token_ids or ()),
             send=send,
@@ -141,7 +145,7 @@ class Outputs:
         text = stream.push(shown)
         if piece.finish is not None:
             text += stream.finish()
-        return Gain(index, text, piece.tokens, piece.logprobs, piece.finish)
+        return Gain(index, text, piece.tokens, piece.logprobs, piece.finish, piece.echoed)
 
 
 def _room(engine: Engine, prompt: Sequence[int], new: int | None) -> int:

@@ -156,6 +156,27 @@ def test_logprobs_are_those_of_plain_decoding(params, tokenizer, client, stream)
     assert [max(each.values()) for each in top] == expected.top_logprobs[:, 0].tolist()
 
 
+def test_a_prompts_logprobs_are_those_of_generating_it(tokenizer, client) -> None:
+    """The longer prompt takes several chunks to read; its second half was generated before."""
+    begin = tokenizer.encode(TEXTS[4])[:60]
+    options = {"model": "tiny", "temperature": 0, "logprobs": 3}
+    made = client.completions.create(prompt=begin, max_tokens=90, **options).choices[0].logprobs
+    ids = [*begin, *tokens_of(tokenizer, made.tokens)]
+    found = client.completions.create(prompt=ids, max_tokens=1, echo=True, **options).choices[0]
+    scored = found.logprobs
+    assert len(scored.tokens) == len(ids) + 1 and scored.token_logprobs[0] is None
+    assert scored.token_logprobs[60:-1] == made.token_logprobs
+    assert scored.top_logprobs[60:-1] == made.top_logprobs
+    assert found.text.startswith(tokenizer.decode(ids))
+    assert found.text[scored.text_offset[7] :].startswith(scored.tokens[7])
+
+
+def tokens_of(tokenizer: Any, texts: list[str]) -> list[int]:
+    """The ids of tokens, by their texts."""
+    known = {each: number for number, each in enumerate(tokenizer.vocabulary())}
+    return [known[text.encode()] for text in texts]
+
+
 def test_prompts_that_begin_alike_are_read_once(params, tokenizer, live, client) -> None:
     """The second one is found, and gets the output that it gets alone."""
     begin = tokenizer.encode("The old woman went to the market and bought a hen. " * 12)[:140]
