@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.checks import check_integer, shown
 from specjax.generation.batch_rows import (
+    Gained,
     Job,
     PromptReading,
     Waiting,
@@ -24,6 +25,7 @@ from specjax.generation.batch_rows import (
     end_row,
     open_prompt,
     read_chunk,
+    run_round,
     run_rounds,
 )
 from specjax.generation.decoding import failure
@@ -34,9 +36,8 @@ from specjax.generation.rows import widened
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
 from specjax.speculation.logprobs import Logprobs
-from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState, Stats, Verified
+from specjax.speculation.state import DecodeState, Stats
 
 Values = TypeVar("Values")  # a tree of arrays
 Result = TypeVar("Result")
@@ -118,13 +119,12 @@ class Batch:
         params, request = self.job.params, self.job.request
         return int(self._advance(lambda state: run_rounds(params, request, state, np.int32(limit))))
 
-    def step(self) -> Verified:
-        """Runs one round. Returns what was verified, for all rows."""
+    def step(self) -> Gained:
+        """Runs one round. Returns what all rows gained."""
         params, request = self.job.params, self.job.request
-        verified: Verified = self._advance(
-            lambda state: step(params, state, request.drafter, request.activation)
+        return self._advance(
+            lambda state: run_round(params, state, request.drafter, request.activation)
         )
-        return verified
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished."""

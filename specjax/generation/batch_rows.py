@@ -76,6 +76,18 @@ class Waiting(NamedTuple):
         return Rows(jnp.asarray(tokens), length, limit, self.key, self.sampling)
 
 
+class Gained(NamedTuple):
+    """What a round gained, for the host: fields of `Verified`."""
+
+    proposed: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
+    count: jax.Array
+    nodes: jax.Array | None
+    logprobs: Logprobs | None
+
+
 class PromptReading(NamedTuple):
     """A prompt that is being read: the cache of one row, with `done` tokens in it.
 
@@ -209,6 +221,16 @@ def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeStat
         return dataclasses.replace(state, finished=state.finished.at[own].set(True))
 
     return on_mesh(end, mesh, (row,), (state,), out=row_specs(state))
+
+
+@partial(jax.jit, static_argnames="activation", donate_argnames="state")
+@own_settings()
+def run_round(
+    params: Params, state: DecodeState, drafter: Drafter, activation: Activation
+) -> tuple[DecodeState, Gained]:
+    """Runs one round, and returns what it gained without the logits: they are large."""
+    state, verified = step(params, state, drafter, activation)
+    return state, Gained(**{name: getattr(verified, name) for name in Gained._fields})
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -255,11 +255,9 @@ class Engine:
     def _round(self) -> None:
         batch = self._batch
         rows = list(batch.running)
-        verified = batch.step()
-        self.metrics.verified(
-            np.asarray(verified.drafted)[rows], np.asarray(verified.accepted)[rows]
-        )
-        for number, gained in rounds_of(batch, verified).items():
+        after = batch.step()
+        self.metrics.verified(np.asarray(after.drafted)[rows], np.asarray(after.accepted)[rows])
+        for number, gained in rounds_of(batch, after).items():
             self._tell(number, gained)
 
     def _tell(self, number: int, gained: Round) -> None:

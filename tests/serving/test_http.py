@@ -239,9 +239,8 @@ def test_a_slow_reader_holds_no_row(live) -> None:
         before = metrics(live)["specjax:generation_tokens_total"]
         connection.sendall(head.encode() + body)
         deadline = time.monotonic() + 60
-        while metrics(live)["specjax:generation_tokens_total"] < before + 800:
+        while metrics(live)["specjax:generation_tokens_total"] == before or live.engine.open:
             assert time.monotonic() < deadline
-        assert live.engine.open == 0
     assert post(live, VALID).status_code == 200
 
 
