@@ -116,7 +116,7 @@ class _Speaker:
         self._key = jax.random.key(options.seed)
         self._show = Trace if options.trace else Plain
         request = Request.make(params, drafter=drafter, cache_bits=options.cache_bits)
-        shared = None if params.mesh is not None else PrefixCache()
+        shared = PrefixCache(outputs=jax.default_backend() == "cpu")
         self._batch = empty_batch(
             params, request, 1, self._context, sampling=self._sampling, prefixes=shared
         )

@@ -147,6 +147,13 @@ class Batch:
             self._free(row)
 
     def _free(self, row: int) -> None:
+        if self.prefixes is not None and self.prefixes.outputs:
+            state = self.state
+            tokens, cached = (
+                np.asarray(state.tokens)[row],
+                int(np.asarray(state.cache.lengths)[row]),
+            )
+            self.prefixes.keep_row(state.cache, row, tokens[:cached])
         if row not in self.finished():
             self.state = end_row(self.state, np.int32(row), self.job.params.mesh)
         del self.running[row]

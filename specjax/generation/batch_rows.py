@@ -130,12 +130,14 @@ def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
 
 
 @jax.jit
-def cut_block(cache: KVCache, start: jax.Array) -> Block:
-    """Copies the entries of one row's slots start … start + CHUNK - 1."""
-    entries = cache.keys, cache.values
-    block: Block = jax.tree.map(
-        lambda part: lax.dynamic_slice_in_dim(part, start, CHUNK, axis=2), entries
-    )
+def cut_block(cache: KVCache, row: jax.Array, start: jax.Array) -> Block:
+    """Copies the entries of a row's slots start … start + CHUNK - 1."""
+
+    def cut(part: jax.Array) -> jax.Array:
+        one = lax.dynamic_slice_in_dim(part, row, 1)
+        return lax.dynamic_slice_in_dim(one, start, CHUNK, axis=2)
+
+    block: Block = jax.tree.map(cut, (cache.keys, cache.values))
     return block
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from specjax.generation.batch_rows import CHUNK, Block, PromptReading, cut_block, put_block
+from specjax.model.kv_cache import KVCache
 
 MOST_BYTES = 2**28
 
@@ -22,14 +23,16 @@ class PrefixCache:
     """Chunks of prompts by all tokens up to their ends; the least recently used goes first.
 
     most_bytes: the most that the chunks may take.
+    outputs: keep the chunks of outputs too, for the next turns of conversations. On CPUs their
+        entries have the bits that reading them would give; elsewhere they may not.
 
     asked: tokens of prompts that were looked up.
     found: those of them that were here.
     nbytes: what the chunks take.
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: int = MOST_BYTES, *, outputs: bool = False) -> None:
+        self._most_bytes, self.outputs = most_bytes, outputs
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self.asked = self.found = self.nbytes = 0
 
@@ -49,12 +52,22 @@ class PrefixCache:
 
     def keep(self, reading: PromptReading, before: int) -> None:
         """Keeps the chunk that has just been read, if it is whole. before: tokens read before."""
-        tokens, done = reading.prompt.tokens, reading.done
-        name = tokens[:done].tobytes()
-        if done == before + CHUNK and name not in self._blocks:
-            self._blocks[name] = cut_block(reading.cache, np.int32(before))
+        if reading.done == before + CHUNK:
+            self._add(reading.prompt.tokens[: reading.done], reading.cache, 0)
+
+    def keep_row(self, cache: KVCache, row: int, tokens: np.ndarray) -> None:
+        """Keeps all whole chunks of a row, whose cache has entries of these tokens."""
+        for end in range(CHUNK, len(tokens) + 1, CHUNK):
+            self._add(tokens[:end], cache, row)
+
+    def _add(self, tokens: np.ndarray, cache: KVCache, row: int) -> None:
+        """Keeps the chunk at the end of some tokens, unless it is here."""
+        name = tokens.tobytes()
+        if name not in self._blocks:
+            start = len(tokens) - CHUNK
+            self._blocks[name] = cut_block(cache, np.int32(row), np.int32(start))
             self.nbytes += _size(name, self._blocks[name])
-            self._touch(tokens, done)
+            self._touch(tokens, len(tokens))
             while self.nbytes > self._most_bytes:
                 self.nbytes -= _size(*self._blocks.popitem(last=False))
 

@@ -318,26 +318,32 @@ class Engine:
     def _new_batch(self) -> Batch:
         plan = self.plan
         shared = plan.prefix_bytes and self.params.mesh is None
-        prefixes = PrefixCache(plan.prefix_bytes) if shared else None
+        on_cpu = jax.default_backend() == "cpu"
+        prefixes = PrefixCache(plan.prefix_bytes, outputs=on_cpu) if shared else None
         return empty_batch(
             self.params, self._request, plan.rows, plan.context,
             sampling=_arrays(Sampling()), prefixes=prefixes,
         )  # fmt: skip
 
     def _warm_up(self, sampling: Sampling | None, scored: bool) -> None:
-        """Makes a short output, twice with the same beginning, and gives up a third."""
-        length = min(2 * CHUNK + 2, self.plan.context - 2)
-        tokens = np.zeros(length, np.int32)
-        ask = Ask(
-            tokens, 2, sampling, 2**32 - 1, (0, 1), scored, False, None, frozenset(), lambda _: None
-        )
-        for number in (-1, -2, -3):
+        """Runs everything once: a chunk that is read, one that an output fills, one that is found,
+        a prompt that is scored, and an output that is given up."""
+        lengths = [CHUNK, 2 * CHUNK + 2, 2 * CHUNK + 2, CHUNK, 2]
+        scoring, given_up = len(lengths) - 2, len(lengths) - 1
+        for number, length in enumerate(lengths):
+            tokens = np.zeros(min(length, self.plan.context - 2), np.int32)
+            echoed = scored and number == scoring
+            ask = Ask(
+                tokens, 2, sampling, 2**32 - 1, (0, 1), scored, echoed, None, frozenset(), _ignore
+            )
             self._batch.waiting.append(ask.waiting(number))
-        if scored:
-            self._batch.waiting.append(ask.waiting(-4)._replace(echoes=True))
         while self._batch.busy:
             self._batch.fill()
-            if any(prompt.number == -3 for prompt in self._batch.running.values()):
-                self._batch.drop(-3)
+            if any(prompt.number == given_up for prompt in self._batch.running.values()):
+                self._batch.drop(given_up)
             elif self._batch.running:
                 rounds_of(self._batch, self._batch.step())
+
+
+def _ignore(_: Piece) -> None:
+    """Nobody hears of outputs that are made before the start."""

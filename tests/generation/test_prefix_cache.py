@@ -65,6 +65,27 @@ def test_entries_have_the_same_bits(params, bits) -> None:
         np.testing.assert_array_equal(mine, alone)
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("drafter", [specjax.Auto(), specjax.Spectra()], ids=["chain", "tree"])
+def test_entries_of_an_output_have_the_bits_of_reading_it(params, drafter) -> None:
+    """The next turn of a conversation begins with the last one's prompt and output."""
+    request = Request.make(params, drafter=drafter, stop_tokens=())
+    prefixes = PrefixCache(outputs=True)
+    batch = empty_batch(params, request, 2, CONTEXT, prefixes=prefixes)
+    batch.waiting.append(Waiting(0, LONG[:100], 280, None, None))
+    while batch.busy:
+        batch.fill()
+        if batch.running:
+            batch.run(1000)
+            (output,) = [batch.take(row) for row in batch.finished()]
+    assert len(output.tokens) == 280
+    job, turn = job_of(params, 16), np.concatenate((output.tokens, OTHER[:30]))
+    found = read(job, turn, prefixes)
+    assert prefixes.found == 4 * CHUNK
+    for mine, alone in zip(entries(found), entries(read(job, turn, None)), strict=True):
+        np.testing.assert_array_equal(mine, alone)
+
+
 def test_the_least_recently_used_go_first(params) -> None:
     job, prefixes = job_of(params, 16), PrefixCache()
     read(job, LONG, prefixes)

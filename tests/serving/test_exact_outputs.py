@@ -113,6 +113,7 @@ def test_no_request_compiles_anything(live, client, cases) -> None:
         model="tiny", prompt=list(range(5, 200)), max_tokens=9, logprobs=2, n=3, stop=[" the", "a"],
         extra_body={"stop_token_ids": [9]},
     )  # fmt: skip
+    client.completions.create(model="tiny", prompt="A", max_tokens=150, temperature=0, echo=True)
     with cases[1].ask(client, stream=True) as stream:
         next(iter(stream))
     wait_until_free(live)
@@ -177,18 +178,25 @@ def tokens_of(tokenizer: Any, texts: list[str]) -> list[int]:
     return [known[text.encode()] for text in texts]
 
 
-def test_prompts_that_begin_alike_are_read_once(params, tokenizer, live, client) -> None:
-    """The second one is found, and gets the output that it gets alone."""
-    begin = tokenizer.encode("The old woman went to the market and bought a hen. " * 12)[:140]
-    prompts = [[*begin, *tokenizer.encode(each)] for each in (" Then", " But the hen", " Then")]
-    before = live.engine.prefixes.found
-    for prompt in prompts:
+def test_what_requests_have_in_common_is_read_once(params, tokenizer, live, client) -> None:
+    """Prompts that begin alike, and a turn behind an output, get what they get alone."""
+    encode, before = tokenizer.encode, live.engine.prefixes.found
+
+    def ask(prompt: list[int], new: int) -> list[int]:
         found = client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=NEW, temperature=0
-        ).choices[0]
+            model="tiny", prompt=prompt, max_tokens=new, temperature=0, logprobs=0
+        )
+        return tokens_of(tokenizer, found.choices[0].logprobs.tokens)
+
+    begin = encode("The old woman went to the market and bought a hen. " * 12)[:140]
+    turn = [*begin[40:100], *ask(begin[40:100], 80)]
+    assert len(turn) == 140
+    for prompt in (
+        [*begin, *encode(" Then")], [*begin, *encode(" But")], [*turn, *encode(" Then")]
+    ):  # fmt: skip
         alone = specjax.decode(params, prompt, max_new_tokens=NEW, drafter=specjax.Autoregressive())
-        assert found.text == tokenizer.decode(alone.tokens[0, len(prompt) :])
-    assert live.engine.prefixes.found - before == 2 * 128
+        assert ask(prompt, NEW) == alone.tokens[0, len(prompt) :].tolist()
+    assert live.engine.prefixes.found - before == 128 + 128
 
 
 def test_a_row_is_free_as_soon_as_its_client_goes(live, client) -> None:
