@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import socket
 from pathlib import Path
@@ -61,7 +62,7 @@ def _serve(options: argparse.Namespace) -> None:
     if missing:
         raise ValueError(f"serve needs {', '.join(missing)}: pip install 'specjax[serve]'")
     _check(options)
-    from specjax.serving.app import Door, make_app
+    from specjax.serving.app import LOG, Door, make_app
     from specjax.serving.engine import Engine
     from specjax.serving.metrics import Metrics
     from specjax.serving.server import make_server
@@ -79,6 +80,7 @@ def _serve(options: argparse.Namespace) -> None:
         door = Door(name, options.max_body, os.environ.get(_KEY) or None, options.log_prompts)
         host, port, *_ = socket_.getsockname()
         print(f"{name} is served at http://{host}:{port}/v1", flush=True)
+        _show_requests(logging.getLogger(LOG))
         with interruption.left_to_others():
             make_server(make_app(engine, tokenizer, door), engine, options.grace).run([socket_])
 
@@ -95,6 +97,13 @@ def _bound(host: str, port: int) -> socket.socket:
     return made
 
 
+def _show_requests(log: logging.Logger) -> None:
+    """Shows what this logger gets as it is, for programs that read JSON."""
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
 def _plan(options: argparse.Namespace, target: Target, request: Request) -> Plan:
     """What --rows, --context and --memory leave room for."""
     from specjax.serving.room import make_plan
@@ -102,7 +111,7 @@ def _plan(options: argparse.Namespace, target: Target, request: Request) -> Plan
     memory = options.memory
     return make_plan(
         target.params.config, request, rows=options.rows, context=options.context,
-        cache_bytes=None if memory is None else int(memory * 1e9), queue=options.queue,
+        most_bytes=None if memory is None else int(memory * 1e9), queue=options.queue,
         prefix_bytes=int(options.prefix_memory * 1e9), logprobs=options.max_logprobs,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from specjax.serving.token_texts import TokenTexts
 from specjax.version import __version__
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
+LOG = "specjax.requests"  # the logger of requests, a line of JSON each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +216,7 @@ class _Routes:
         }
         if self._door.log_prompts:
             line["prompts"] = [self._tokenizer.decode(prompt) for prompt in outputs.prompts]
-        _log.info("%s", json.dumps(line))
+        logging.getLogger(LOG).info("%s", json.dumps(line))
 
     def _card(self) -> dict[str, Any]:
         return {

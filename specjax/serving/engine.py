@@ -193,7 +193,7 @@ class Engine:
         """Compiles every program, and begins to serve."""
         for sampling, scored in ((None, False), (Sampling(), False), (Sampling(), True)):
             self._warm_up(sampling, scored)
-        self._batch = self._new_batch()
+        self._renew()
         self._thread.start()
 
     def submit(self, asks: Sequence[Ask]) -> list[int]:
@@ -313,6 +313,12 @@ class Engine:
         _log.error("the engine failed and starts anew", exc_info=error)
         self.metrics.failed()
         self._fail(f"the engine failed ({type(error).__name__}) and starts anew: ask again")
+        self._renew()
+
+    def _renew(self) -> None:
+        """Begins with rows that hold nothing, once the memory of the old ones is free."""
+        for leaf in jax.tree.leaves(self._batch.state.cache):
+            leaf.delete()
         self._batch = self._new_batch()
 
     def _new_batch(self) -> Batch:

@@ -18,7 +18,7 @@ def make_plan(
     *,
     rows: int | None,
     context: int | None,
-    cache_bytes: int | None,
+    most_bytes: int | None,
     queue: int,
     prefix_bytes: int,
     logprobs: int,
@@ -28,9 +28,9 @@ def make_plan(
     Args:
       config: the model's.
       request: the drafter and the bits of the cache.
-      rows: outputs made at a time; None: as many as fit into `cache_bytes`, or else 8.
+      rows: outputs made at a time; None: as many as fit into `most_bytes`, or else 8.
       context: tokens of a prompt and its output; None: 2048, or as many as the model has.
-      cache_bytes: the most that all KV caches may take; None: no limit but the machine's.
+      most_bytes: the most that all KV caches may take; None: no limit but the machine's.
       queue, prefix_bytes, logprobs: as in `Plan`.
 
     Raises:
@@ -40,14 +40,14 @@ def make_plan(
     context = min(_CONTEXT, positions) if context is None else check_integer("context", context)
     if not 4 <= context <= positions:
         raise ValueError(f"context must be in 4 … {positions}, got {context}")
-    fits = None if cache_bytes is None else _rows(config, request, context, cache_bytes)
+    fits = None if most_bytes is None else _rows(config, request, context, most_bytes)
     if rows is None:
         rows = _ROWS if fits is None else fits
     if not 1 <= check_integer("rows", rows) <= _MOST_ROWS:
         raise ValueError(f"rows must be in 1 … {_MOST_ROWS}, got {shown(rows)}")
     if fits is not None and rows > fits:
         raise ValueError(
-            f"{rows} rows of {context} tokens do not fit into {in_units(cache_bytes or 0)}: "
+            f"{rows} rows of {context} tokens do not fit into {in_units(most_bytes or 0)}: "
             f"{fits} rows would"
         )
     if not 0 <= logprobs <= config.vocab_size:

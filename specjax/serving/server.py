@@ -42,7 +42,11 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Hears the signals to end, where this is the main thread, without ending the process."""
         try:
-            before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+            before = {
+                number: signal.signal(number, self.handle_exit)
+                for number in _SIGNALS
+                if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+            }
         except ValueError:  # another thread
             before = {}
         try:
