@@ -122,9 +122,10 @@ class Batch:
     def step(self) -> Gained:
         """Runs one round. Returns what all rows gained."""
         params, request = self.job.params, self.job.request
-        return self._advance(
+        gained: Gained = self._advance(
             lambda state: run_round(params, state, request.drafter, request.activation)
         )
+        return gained
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished."""

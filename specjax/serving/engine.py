@@ -337,7 +337,8 @@ class Engine:
         lengths = [CHUNK, 2 * CHUNK + 2, 2 * CHUNK + 2, CHUNK, 2]
         scoring, given_up = len(lengths) - 2, len(lengths) - 1
         for number, length in enumerate(lengths):
-            tokens = np.zeros(min(length, self.plan.context - 2), np.int32)
+            text = int(number == 0)  # the first has nothing in common with the others
+            tokens = np.full(min(length, self.plan.context - 2), text, np.int32)
             echoed = scored and number == scoring
             ask = Ask(
                 tokens, 2, sampling, 2**32 - 1, (0, 1), scored, echoed, None, frozenset(), _ignore

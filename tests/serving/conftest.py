@@ -30,7 +30,9 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def live(params: specjax.Params, tokenizer: Tokenizer) -> Iterator[Live]:
     plan = Plan(rows=4, context=256, queue=40, prefix_bytes=2**22, logprobs=5)
-    with live_server(params, tokenizer, plan=plan, drafter=specjax.PromptLookup()) as live:
+    with live_server(
+        params, tokenizer, plan=plan, drafter=specjax.PromptLookup(draft_length=3)
+    ) as live:
         yield live
 
 

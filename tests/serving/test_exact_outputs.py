@@ -16,7 +16,7 @@ import specjax
 from tests.support.live_server import Live
 
 pytestmark = pytest.mark.optimized
-NEW = 24
+NEW, PLAIN = 24, specjax.Autoregressive()
 TEXTS = [
     "Once upon a time", "The king said to his son", "def add(a, b):", "In the forest there was",
     "The doctor went home. " * 30, "The doctor went home. " * 30 + "Then", "A", "Two dogs",
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(params, tokenizer) -> list[Case]:
-    """One row: every text is decoded by itself."""
+    """One row: every text is decoded by itself, without drafts."""
     seeds = [7919 * number for number in range(len(TEXTS))]
     keys = jax.numpy.stack([jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds])
     made = []
@@ -54,7 +54,9 @@ def cases(params, tokenizer) -> list[Case]:
         drawn = (
             {"sampling": specjax.Sampling(**fields), "key": keys} if fields["temperature"] else {}
         )
-        alone = specjax.generate(params, tokenizer, TEXTS, max_new_tokens=NEW, rows=1, **drawn)
+        alone = specjax.generate(
+            params, tokenizer, TEXTS, max_new_tokens=NEW, rows=1, drafter=PLAIN, **drawn
+        )
         texts = [each.text for each in alone]
         made += [Case(*each, fields, text) for *each, text in zip(TEXTS, seeds, texts, strict=True)]
     return made
@@ -127,7 +129,7 @@ def test_several_outputs_are_generates_samples(params, tokenizer, client) -> Non
     texts = TEXTS[4:6]
     expected = specjax.generate(
         params, tokenizer, texts, max_new_tokens=NEW, samples=3, sampling=sampling,
-        key=jax.random.key(5), stop=[" and"], rows=1,
+        key=jax.random.key(5), stop=[" and"], rows=1, drafter=PLAIN,
     )  # fmt: skip
     found = client.completions.create(
         model="tiny", prompt=texts, n=3, seed=5, temperature=1.2, max_tokens=NEW, stop=" and"
@@ -144,7 +146,7 @@ def test_logprobs_are_those_of_plain_decoding(params, tokenizer, client, stream)
     sampling, key = specjax.Sampling(temperature=0.9), jax.random.key(3)
     expected = specjax.generate(
         params, tokenizer, TEXTS[0], max_new_tokens=NEW, sampling=sampling, key=key, logprobs=5,
-        drafter=specjax.Autoregressive(),
+        drafter=PLAIN,
     ).logprobs  # fmt: skip
     found = client.completions.create(
         model="tiny", prompt=TEXTS[0], seed=3, temperature=0.9, max_tokens=NEW, logprobs=4,
@@ -194,7 +196,7 @@ def test_what_requests_have_in_common_is_read_once(params, tokenizer, live, clie
     for prompt in (
         [*begin, *encode(" Then")], [*begin, *encode(" But")], [*turn, *encode(" Then")]
     ):  # fmt: skip
-        alone = specjax.decode(params, prompt, max_new_tokens=NEW, drafter=specjax.Autoregressive())
+        alone = specjax.decode(params, prompt, max_new_tokens=NEW, drafter=PLAIN)
         assert ask(prompt, NEW) == alone.tokens[0, len(prompt) :].tolist()
     assert live.engine.prefixes.found - before == 128 + 128
 
