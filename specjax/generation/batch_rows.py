@@ -77,13 +77,13 @@ class Waiting(NamedTuple):
 
 
 class Gained(NamedTuple):
-    """What a round gained, for the host: fields of `Verified`."""
+    """What a round gained, for the host: fields of `Verified`; `counts` is its `count`."""
 
     proposed: jax.Array
     drafted: jax.Array
     accepted: jax.Array
     emitted: jax.Array
-    count: jax.Array
+    counts: jax.Array
     nodes: jax.Array | None
     logprobs: Logprobs | None
 
@@ -231,8 +231,11 @@ def run_round(
     params: Params, state: DecodeState, drafter: Drafter, activation: Activation
 ) -> tuple[DecodeState, Gained]:
     """Runs one round, and returns what it gained without the logits: they are large."""
-    state, verified = step(params, state, drafter, activation)
-    return state, Gained(**{name: getattr(verified, name) for name in Gained._fields})
+    state, all_ = step(params, state, drafter, activation)
+    return state, Gained(
+        all_.proposed, all_.drafted, all_.accepted, all_.emitted, all_.count, all_.nodes,
+        all_.logprobs,
+    )  # fmt: skip
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -174,12 +174,13 @@ def rounds_of(batch: Batch, gained: Gained) -> dict[int, Round]:
 def _rounds(gained: Gained, mesh: Mesh | None) -> list[Round]:
     """Returns the round of every row."""
     whole = jax.tree.map(np.asarray, readable(gained, mesh))
-    return [_round(jax.tree.map(itemgetter(row), whole)) for row in range(len(whole.count))]
+    return [_round(jax.tree.map(itemgetter(row), whole)) for row in range(len(whole.counts))]
 
 
 def _round(gained: Gained) -> Round:
     """Returns one row's round."""
-    kept, count = min(int(gained.accepted), int(gained.count)), int(gained.count)
+    count = int(gained.counts)
+    kept = min(int(gained.accepted), count)
     rejected = gained.proposed[int(gained.accepted) : int(gained.drafted)].tolist()
     return Round(
         accepted=gained.emitted[:kept].tolist(),
