@@ -41,7 +41,9 @@ def main() -> int:
     ]  # fmt: skip
     with served(common) as running:
         rows = _throughput(running, options, prompts)
+        print(*rows, sep="\n", flush=True)
         rows += asyncio.run(_latency(running, options, prompts))
+        print(*rows[-len(options.clients) :], sep="\n", flush=True)
     rows += _prefix(options, tokenizer, common)
     print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
     write(options.json, [{"model": options.model, "rows": options.rows, **row} for row in rows])

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ import specjax
 from specjax.checks import shown
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.options import Target, add_cache_bits, add_quantize, integer, load_target
-from specjax.files import interruption
 from specjax.generation.request import Request
 
 if TYPE_CHECKING:
@@ -79,10 +79,11 @@ def _serve(options: argparse.Namespace) -> None:
         name = options.name or Path(options.model).name
         door = Door(name, options.max_body, os.environ.get(_KEY) or None, options.log_prompts)
         host, port, *_ = socket_.getsockname()
-        print(f"{name} is served at http://{host}:{port}/v1", flush=True)
+        line = f"{name} is served at http://{host}:{port}/v1"
+        ready = partial(print, line, flush=True)
         _show_requests(logging.getLogger(LOG))
-        with interruption.left_to_others():
-            make_server(make_app(engine, tokenizer, door), engine, options.grace).run([socket_])
+        app = make_app(engine, tokenizer, door)
+        make_server(app, engine, options.grace, ready).run([socket_])
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from specjax.files import interruption
 from specjax.serving.engine import Engine
 
 _LOOK = 0.05  # seconds between two looks at what still runs
@@ -24,11 +25,15 @@ class Server(uvicorn.Server):
     is left then ends with an error. A second signal ends it at once.
 
     engine: has been started.
+    grace: seconds.
+    ready: is called once the server listens.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: Engine, grace: float, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._engine, self._grace = engine, grace
+        self._engine, self._grace, self._ready = engine, grace, ready
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -37,6 +42,11 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
         await asyncio.to_thread(self._engine.stop)
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Listens, and says so."""
+        await super().startup(sockets)
+        self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -49,8 +59,10 @@ class Server(uvicorn.Server):
             }
         except ValueError:  # another thread
             before = {}
+        # A signal that comes between the two ends the process as it ends any other command.
         try:
-            yield
+            with interruption.left_to_others() if before else contextlib.nullcontext():
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -84,10 +96,10 @@ class Server(uvicorn.Server):
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-def make_server(app: Any, engine: Engine, grace: float) -> Server:
+def make_server(app: Any, engine: Engine, grace: float, ready: Callable[[], None]) -> Server:
     """Returns a server of an application. Its `run` takes the sockets to listen on."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, lifespan="off",
         timeout_graceful_shutdown=_LAST_WRITES,
     )  # fmt: skip
-    return Server(config, engine, grace)
+    return Server(config, engine, grace, ready)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import specjax
@@ -40,12 +39,12 @@ def live_server(
     engine = Engine(params, Request.make(params, drafter=drafter), plan, Metrics())
     engine.start()
     app = make_app(engine, tokenizer, Door("tiny", most_bytes, key))
-    server = make_server(app, engine, grace)
+    ready = threading.Event()
+    server = make_server(app, engine, grace, ready.set)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
+        assert ready.wait(60)
         try:
             yield Live(engine, server, listening.getsockname()[1])
         finally:
