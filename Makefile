@@ -7,7 +7,8 @@ GPU := .venv-gpu
 # jaxlib 0.11, which Python 3.12 and later get, refuses the second flag.
 COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
     'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * (jaxlib.__version__ < "0.11"))')
-OPTIMIZED = $(shell grep -lr "mark\.optimized" tests --include="*.py")
+# Files with tests of these marks.
+marked = $(shell grep -lr "mark\.\($(1)\)" tests --include="*.py")
 
 .PHONY: demo chat test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
@@ -23,16 +24,18 @@ chat: $(VENV)/.base
 # XLA compiles most tests' programs quickly rather than well: that is most of a test's time, and they
 # ask what is drafted, accepted and refused. Those marked `optimized` ask what arithmetic gives, and
 # run as users' programs are compiled; `pytest` alone runs all of them so.
-# `test` covers every room and every promise; `test-rest` runs the cases that it leaves out.
+# `test` covers every room and every promise; `test-rest` runs the cases that it leaves out, and
+# those marked `recompiled` again, as users' programs are compiled.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "optimized and not exhaustive" $(OPTIMIZED)
+	$(BIN)/python -m pytest -m "optimized and not exhaustive" $(call marked,optimized)
 	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
 	    $(BIN)/python -m pytest -m "not optimized and not exhaustive"
 
 test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest -m "optimized and exhaustive" $(OPTIMIZED)
+	$(BIN)/python -m pytest -m "recompiled or optimized and exhaustive" \
+	    $(call marked,optimized\|recompiled)
 	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
-	    $(BIN)/python -m pytest -m "not optimized and exhaustive"
+	    $(BIN)/python -m pytest -m "not optimized and not recompiled and exhaustive"
 
 test-all: test test-rest
 

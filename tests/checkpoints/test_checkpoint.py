@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,6 +241,32 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -
     assert failure.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert_same(checkpoint.load(out), model("tied"))
+
+
+def test_a_reader_never_misses_it(tmp_path: Path) -> None:
+    first, second, target = (tmp_path / name for name in ("first", "second", "target"))
+    for path in (first, second, target):
+        path.mkdir()
+    if not atomic_directory._exchange(first, second):
+        pytest.skip("this file system cannot exchange two names")
+    looks, missed, done = 0, 0, threading.Event()
+
+    def look() -> None:
+        nonlocal looks, missed
+        while not done.is_set():
+            looks, missed = looks + 1, missed + (not target.exists())
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    try:
+        for number in range(100):
+            with atomic_directory.replacing(target) as directory:
+                (directory / "number").write_text(str(number))
+    finally:
+        done.set()
+        reader.join()
+    assert looks > 100 and not missed
+    assert (target / "number").read_text() == "99"
 
 
 # Without an exchange of names, there is a moment when only the backup exists; it is restored.

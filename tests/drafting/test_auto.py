@@ -20,6 +20,7 @@ from specjax.drafting.suffix import longest_match
 from specjax.generation.decoding import start
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Verified
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model
 
 PARAMS = quantized_model()
@@ -55,6 +56,7 @@ def decode(drafter: specjax.Drafter, sampling: Sampling | None = None) -> specja
     "sampling", [None, Sampling(temperature=0.6, top_k=8)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.covering(1)
 def test_output_is_that_of_plain_decoding(name: str, sampling: Sampling | None) -> None:
     plain = decode(specjax.Autoregressive(), sampling)
     ours = decode(CHOICES[name], sampling)
@@ -70,7 +72,7 @@ DETERMINISTIC = {
 }
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("name", representatives(DETERMINISTIC, "prompt lookup", "spectra"))
 def test_drafts_without_chance_leave_the_sampled_tokens_as_they_are(name: str) -> None:
     sampling = Sampling(temperature=0.4, top_p=0.9, repetition_penalty=1.1)
     plain = decode(specjax.Autoregressive(), sampling)

@@ -121,7 +121,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("name", representatives(DRAFTERS, "below QSpec"))
 def test_greedy_output_does_not_change(name: str) -> None:
     params, make = DRAFTERS[name]

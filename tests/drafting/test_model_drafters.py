@@ -67,7 +67,7 @@ def plain() -> specjax.DecodeResult:
     return specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=specjax.Autoregressive())
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize(
     "name", representatives(DRAFTERS, "a cast", "adaptive", "two levels in one cache")
 )

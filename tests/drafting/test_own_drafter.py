@@ -28,7 +28,7 @@ class Zeros(specjax.Drafter):
         return Proposal(jnp.zeros((state.tokens.shape[0], self.draft_length), jnp.int32)), state
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 def test_the_guides_drafter_works(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     exec(compile(block, str(GUIDE), "exec"), {})

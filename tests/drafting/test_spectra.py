@@ -111,7 +111,7 @@ def plain() -> specjax.DecodeResult:
     return specjax.decode(PARAMS, PROMPTS, max_new_tokens=NEW, drafter=specjax.Autoregressive())
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("name", representatives(DRAFTERS, "lookahead"))
 def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
     result = specjax.decode(PARAMS, PROMPTS, max_new_tokens=NEW, drafter=DRAFTERS[name])

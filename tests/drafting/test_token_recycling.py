@@ -21,7 +21,7 @@ PARAMS = quantized_model()
 PROMPTS = random_prompts((3, 7, 12), CONFIG.vocab_size)
 NEW = 32
 DRAFTERS = {
-    "wide": specjax.TokenRecycling(40, 8),
+    "wide": specjax.TokenRecycling(20, 8),
     "narrow": specjax.TokenRecycling(7, 3),
     "one token": specjax.TokenRecycling(1, 1),
     "below a level": specjax.MultiLevel(specjax.QSpec(4), specjax.TokenRecycling(7, 3)),
@@ -33,7 +33,7 @@ SAMPLED = {"sampling": specjax.Sampling(temperature=0.4), "key": jax.random.key(
 CASES = [(name, {}) for name in DRAFTERS] + [("wide", SAMPLED), ("narrow", SAMPLED)]
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize(("name", "drawn"), CASES)
 @pytest.mark.covering(1)
 def test_output_is_that_of_plain_decoding(name: str, drawn: dict[str, object]) -> None:

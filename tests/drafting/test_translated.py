@@ -66,7 +66,7 @@ def plain() -> specjax.DecodeResult:
     )
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("name", representatives(DRAFTERS, "a twin"))
 def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
     result = specjax.decode(

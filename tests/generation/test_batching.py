@@ -62,7 +62,10 @@ def test_a_draft_model_and_levels_are_admitted_row_by_row(params, alone) -> None
 
 def test_samples_are_those_of_the_prompts_own_key(params) -> None:
     keys = jax.random.split(jax.random.key(0), len(PROMPTS))
-    options = {"max_new_tokens": 8, "sampling": specjax.Sampling(temperature=0.9)}
+    options = {
+        "max_new_tokens": 8, "sampling": specjax.Sampling(temperature=0.9),
+        "drafter": specjax.QSpec(2, "a4"),
+    }  # fmt: skip
     many = decode_many(params, PROMPTS, rows=4, key=keys, **options)
     for index in (0, 5, 8):
         solo = specjax.decode(params, PROMPTS[index], key=keys[index : index + 1], **options)

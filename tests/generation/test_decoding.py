@@ -141,8 +141,9 @@ def test_composes_with_vmap_over_keys(params) -> None:
 
     def sample(key: jax.Array) -> jax.Array:
         return specjax.decode(
-            params, jnp.array(PROMPTS[1]), max_new_tokens=8, sampling=specjax.Sampling(), key=key
-        ).tokens
+            params, jnp.array(PROMPTS[1]), max_new_tokens=8, drafter=specjax.QSpec(3, "a4"),
+            sampling=specjax.Sampling(), key=key,
+        ).tokens  # fmt: skip
 
     together = jax.vmap(sample)(keys)
     for key, tokens in zip(keys, together, strict=True):

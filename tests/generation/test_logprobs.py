@@ -21,7 +21,7 @@ from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts
 from tests.support.tree_drafter import TreeDrafter
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.recompiled
 
 PARAMS = quantized_model()
 SMALL = random_model(seed=1)

@@ -103,7 +103,7 @@ def test_the_reference_reads_a_path_as_a_chain(window: int | None, cache: str) -
             same_bits(np.asarray(attend(*operands_of(chain)))[0], tree[0, path])
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 16), ("float32", 8),
                                              ("bfloat16", 4)])  # fmt: skip
@@ -150,7 +150,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("name", representatives(DRAFTERS, "of all sizes"))
 def test_greedy_output_does_not_change(name: str) -> None:
     options = {"max_new_tokens": NEW, "stop_tokens": (3,)}

@@ -27,7 +27,7 @@ from pallas_kernels.weight_checks import check_arrays
 from pallas_kernels.weight_values import dequantize, plain_values, take_rows
 from tests.support.random_weights import random_bits, random_rows
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.recompiled
 SIZES = ((1, 1), (5, 7), (16, 256), (37, 300), (70, 1030), (128, 2048))
 
 

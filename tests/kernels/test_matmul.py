@@ -132,7 +132,8 @@ def test_every_number_of_rows(implementation: str) -> None:
     x, weight = random_rows(33, 300), random_int4(67, 300)
     y = run(implementation, x, weight, "a8")
     check(implementation, x, weight, "a8")
-    for m in range(1, 33):
+    compiled_for_each = implementation == "reference"
+    for m in (1, 2, 5, 8, 16, 32) if compiled_for_each else range(1, 33):
         np.testing.assert_array_equal(run(implementation, x[:m], weight, "a8"), y[:m])
 
 

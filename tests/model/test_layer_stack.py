@@ -17,6 +17,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.layers import LayerStack, _empty
 from specjax.model.params import Params, unstack_layers
 from specjax.model.transformer import forward
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="without it no layers are stacked")
@@ -39,7 +40,7 @@ def logits(params: Params, layers: tuple[int, ...] | None = None) -> np.ndarray:
     return np.asarray(run(params, tokens, positions, cache, layers=layers)[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", representatives(FORMS, "4 bits", "bfloat16"))
 def test_the_bits_are_those_of_layers_one_by_one(form: str) -> None:
     params = FORMS[form]()
     assert isinstance(params.layers, LayerStack) and len(params.layers) == 5
