@@ -1,7 +1,8 @@
 """Measures `specjax serve`: throughput beside `decode_many`, and what clients wait for.
 
 - throughput: the same prompts through `decode_many` and from as many clients as there are rows, and
-  from 32, in turns; tokens per second are medians.
+  from 32, in turns; tokens per second are medians. Nothing is kept from one turn to the next: no
+  prefixes, and by default a drafter without a memory.
 - latency: seconds to the first token and between two events, at several numbers of clients.
 - prefix: requests that begin with the same long system prompt, one after the other, with and
   without the prefix cache; their outputs are compared.
@@ -25,6 +26,7 @@ import numpy as np
 import specjax
 from benchmarks.support.common import parser, table, text_prompts, write
 from benchmarks.support.served import Heard, Served, clients, crowd, served
+from specjax import drafting
 
 KINDS = ("arithmetic", "python", "chat")
 
@@ -37,16 +39,17 @@ def main() -> int:
     prompts = [tokenizer.encode(texts[i])[: options.max_prompt] for i in chosen]
     common = [
         options.model, "--rows", str(options.rows), "--context", str(options.context),
-        "--queue", "1000", "--name", "model",
+        "--queue", "1000", "--name", "model", "--drafter", options.drafter,
     ]  # fmt: skip
-    with served(common) as running:
+    with served([*common, "--prefix-memory", "0"]) as running:
         rows = _throughput(running, options, prompts)
         print(*rows, sep="\n", flush=True)
         rows += asyncio.run(_latency(running, options, prompts))
         print(*rows[-len(options.clients) :], sep="\n", flush=True)
     rows += _prefix(options, tokenizer, common)
     print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
-    write(options.json, [{"model": options.model, "rows": options.rows, **row} for row in rows])
+    settings = {"model": options.model, "rows": options.rows, "drafter": options.drafter}
+    write(options.json, [settings | row for row in rows])
     return int(any(row.get("differing") for row in rows))
 
 
@@ -54,6 +57,7 @@ def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
     add("--model", default="tiny")
+    add("--drafter", default="autoregressive", help="by its name, without a model of its own")
     add("--rows", type=int, default=8)
     add("--context", type=int, default=2048)
     add("--prompts", type=int, default=64)
@@ -80,8 +84,9 @@ def _throughput(
     def library() -> float:
         begin = time.perf_counter()
         found = specjax.decode_many(
-            params, prompts, rows=options.rows, max_new_tokens=options.max_new_tokens
-        )
+            params, prompts, rows=options.rows, drafter=drafting.make(options.drafter),
+            max_new_tokens=options.max_new_tokens,
+        )  # fmt: skip
         tokens = sum(int(each.stats.generated) for each in found)
         return tokens / (time.perf_counter() - begin)
 
@@ -146,11 +151,10 @@ def _prefix(options: Any, tokenizer: Any, common: Sequence[str]) -> list[dict[st
             found[size] = asyncio.run(one_by_one(running))
     pairs = zip(found["0"], found["1"], strict=True)
     first, *rest = (each.first for each in found["1"])
+    read, kept = statistics.median(each.first for each in found["0"][1:]), statistics.median(rest)
     return [{
         "part": "prefix", "requests": len(bodies), "system_tokens": options.system,
-        "first_request": first, "first_p50": statistics.median(rest),
-        "first_p50_without": statistics.median(each.first for each in found["0"][1:]),
-        "ratio": first / statistics.median(rest),
+        "first_request": first, "first_p50": kept, "first_p50_without": read, "ratio": read / kept,
         "differing": sum(a.text != b.text for a, b in pairs),
     }]  # fmt: skip
 
