@@ -21,7 +21,7 @@ import specjax
 from specjax.evaluation.likelihood import log_likelihoods
 
 PAIRS = [
-    ("Once upon a time", " there was a king"), ("The boy said", ","),
+    ("Once upon a time", ", and then the door"), ("The boy said", ","),
     ("The king went to the", " forest and to the sea"), ("def add(a, b):", " return"),
 ]  # fmt: skip
 
