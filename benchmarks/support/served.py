@@ -65,7 +65,10 @@ def served(arguments: Sequence[str]) -> Iterator[Served]:
         yield Served(address[0], psutil.Process(process.pid))
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
 
 
 @contextlib.asynccontextmanager
