@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,9 +19,10 @@ from specjax.commands.options import (
     add_quantize,
     chosen_target,
     integer,
-    seed,
     unicode_text,
 )
+from specjax.commands.sampling import add_sampling, chosen_sampling
+from specjax.commands.traces import Plain, Trace, legend, summary, without
 from specjax.generation.streaming import Round, stream
 from specjax.generation.text import TextStream
 
@@ -68,28 +67,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     add_memory(parser)
     add_drafter(parser)
-    _add_sampling(parser)
+    add_sampling(parser)
+    parser.add_argument(
+        "--samples", type=integer, metavar="N", help="print N outputs instead of one"
+    )
     parser.set_defaults(run=_generate)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("sampling (greedy if all are left out)").add_argument
-    for name, type_, metavar, help_ in (
-        ("--temperature", float, "T", "divide the logits by T; 1 if left out"),
-        ("--top-k", int, "K", "sample from the K most probable tokens"),
-        ("--top-p", float, "P", "sample from the most probable tokens that reach P together"),
-        ("--min-p", float, "P", "sample from tokens at least P times as probable as the first"),
-        ("--repetition-penalty", float, "X", "make tokens that occurred less probable; 1: off"),
-    ):
-        add(name, type=type_, metavar=metavar, help=help_)
-    add("--seed", type=seed, default=0, metavar="N", help="seed of the random key; 0 if left out")
-    add("--samples", type=integer, metavar="N", help="print N outputs instead of one")
 
 
 def _generate(options: argparse.Namespace) -> None:
     if "" in options.stop:
         raise ValueError("--stop must name a text, got an empty one")
-    sampling = _sampling(options)
+    sampling = chosen_sampling(options)
     if options.samples is not None:
         _check_samples(options, sampling)
     target = chosen_target(options)
@@ -119,21 +107,21 @@ def _print_one(
     first = begun = time.perf_counter()
     rounds = stream(params, prompt, **settings)
     text = TextStream(tokenizer, prompt, options.stop)
-    show = (_Trace if options.trace else _Plain)(text)
+    show = (Trace if options.trace else Plain)(text)
     seen: list[Round] = []
     print(_asked(options), end="", flush=True)
     for each in rounds:
         if not seen:
             first = time.perf_counter()  # the first round waits for the compiler
         seen.append(each)
-        show(_without(each, params.config.stop_tokens))
+        show(without(each, params.config.stop_tokens))
         if text.ended:
             break
     show.finish()
     seconds = time.perf_counter() - first
-    print(f"\n\n{_summary(seen, seconds, first - begun)}")
+    print(f"\n\n{summary(seen, seconds, first - begun)}")
     if options.trace:
-        print(_legend())
+        print(legend())
     tokens = [token for each in seen for token in each.tokens]
     if options.logprobs is not None:
         parts = [each.logprobs for each in seen]
@@ -201,89 +189,3 @@ def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(options.text)
     text = tokenizer.chat([{"role": "user", "content": options.text}])
     return tokenizer.encode(text, special_tokens=False)
-
-
-def _sampling(options: argparse.Namespace) -> specjax.Sampling | None:
-    """How to sample; None where no option of sampling is given."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return specjax.Sampling(**given) if given else None
-
-
-def _summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
-    """Acceptance, and speed without the first round, which waits for the compiler."""
-    tokens = sum(len(each.tokens) for each in rounds)
-    accepted = sum(len(each.accepted) for each in rounds)
-    drafted = accepted + sum(len(each.rejected) for each in rounds)
-    timed = tokens - len(rounds[0].tokens)
-    parts = [f"{tokens} tokens in {len(rounds)} rounds ({tokens / len(rounds):.2f} per round)"]
-    if drafted:
-        parts.append(f"{accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})")
-    if timed:
-        parts.append(f"{timed / seconds:.1f} tokens/s")
-    return ", ".join(parts) + f" after {waited:.1f} s of preparation"
-
-
-def _without(each: Round, tokens: Sequence[int]) -> Round:
-    """The round without some tokens."""
-    accepted, rejected, given = (
-        [token for token in kind if token not in tokens]
-        for kind in (each.accepted, each.rejected, each.given)
-    )
-    return Round(accepted, rejected, given)
-
-
-class _Plain:
-    """Prints the text as it comes."""
-
-    def __init__(self, text: TextStream) -> None:
-        self._text = text
-
-    def __call__(self, each: Round) -> None:
-        print(self._text.push(each.tokens), end="", flush=True)
-
-    def finish(self) -> None:
-        print(self._text.finish(), end="", flush=True)
-
-
-_STYLES = {  # where a token came from -> its colour, and its marks where there are no colours
-    "accepted": ("\033[32m", "", ""),
-    "rejected": ("\033[9;31m", "[-", "-]"),
-    "given": ("\033[34m", "{+", "+}"),
-}
-
-
-class _Trace(_Plain):
-    """Prints the text coloured by where it came from, rejected drafts included (QSpec, figure 3).
-
-    A character of several tokens has the colour of the last.
-    """
-
-    def __call__(self, each: Round) -> None:
-        for token in each.accepted:
-            _print_styled("accepted", self._text.push([token]))
-        _print_styled("rejected", self._text.peek(each.rejected))
-        _print_styled("given", self._text.push(each.given))
-
-
-def _print_styled(name: str, text: str) -> None:
-    if text:
-        print(_styled(name, text), end="", flush=True)
-
-
-def _legend() -> str:
-    """The meaning of the styles."""
-    return ", ".join(
-        (
-            _styled("accepted", "drafted and accepted"),
-            _styled("rejected", "drafted and rejected"),
-            _styled("given", "given by the verifier"),
-        )
-    )
-
-
-def _styled(name: str, text: str) -> str:
-    colour, left, right = _STYLES[name]
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        return f"{colour}{text}\033[0m"
-    return f"{left}{text}{right}"

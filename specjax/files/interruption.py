@@ -87,6 +87,16 @@ def listen(program: str) -> None:
     threading.Thread(target=_wait, args=(heard, program), daemon=True).start()
 
 
+@contextlib.contextmanager
+def left_to_others() -> Iterator[None]:
+    """A block in which the signals to end are somebody else's: nothing is undone for them."""
+    bell = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+
+
 def end(status: int) -> NoReturn:
     """Ends the process at once: nothing is flushed, undone or finalized."""
     with undisturbed():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from specjax.checks import check_integer, shown
 from specjax.generation.batch_rows import (
+    Gained,
     Job,
     PromptReading,
     Waiting,
@@ -24,19 +25,22 @@ from specjax.generation.batch_rows import (
     end_row,
     open_prompt,
     read_chunk,
+    run_round,
     run_rounds,
 )
 from specjax.generation.decoding import failure
+from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.generation.rows import widened
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
 from specjax.speculation.logprobs import Logprobs
-from specjax.speculation.rounds import step
-from specjax.speculation.state import DecodeState, Stats, Verified
+from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import DecodeState, Stats
 
 Values = TypeVar("Values")  # a tree of arrays
+Result = TypeVar("Result")
 
 _CHUNKS = 4  # at most, for every row without a prompt, while the others wait for their next round
 
@@ -63,17 +67,27 @@ class Completion:
 class Batch:
     """Rows on the device, and the prompts that go through them, first come, first served.
 
-    job: what all prompts share.
-    waiting: prompts that nobody has read yet.
+    Args:
+      job: what all prompts share.
+      rows: prompts decoded at a time.
+      like: a prompt that lends free rows its key and its sampling; it is not decoded.
+      prefixes: what prompts that begin alike share; None: every prompt is read whole.
+
+    waiting: prompts that nobody has read yet. More may be appended at any time between two calls.
     running: the prompts in the rows, by row.
     state: the rows.
+    echoed: log-probabilities of prompts' own tokens but the first, by the prompts' numbers; whoever
+        asked for them takes them out.
     """
 
-    def __init__(self, job: Job, rows: int, prompts: Iterable[Waiting]) -> None:
-        self.job, self._rows = job, rows
-        self.waiting = deque(prompts)
+    def __init__(
+        self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None
+    ) -> None:
+        self.job, self.prefixes, self._rows = job, prefixes, rows
+        self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Waiting] = {}
-        self.state = empty_rows(job, rows, self.waiting[0])
+        self.state = empty_rows(job, rows, like)
+        self.echoed: dict[int, Logprobs] = {}
         self._coming: PromptReading | None = None
 
     @property
@@ -92,26 +106,26 @@ class Batch:
             if self._coming is None:
                 if not self.waiting or len(self.running) == self._rows:
                     return
-                self._coming = open_prompt(self.job, self.waiting.popleft())
-            self._coming = read_chunk(self.job, self._coming)
+                self._coming = self._open(self.waiting.popleft())
+            self._coming = self._read(self._coming)
             if not self._coming.unread:
                 row = next(row for row in range(self._rows) if row not in self.running)
                 self.state = admit(self.job, self.state, self._coming, row)
+                self._echo(self._coming)
                 self.running[row], self._coming = self._coming.prompt, None
 
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
         params, request = self.job.params, self.job.request
-        self.state, rounds = run_rounds(params, request, self.state, np.int32(limit))
-        return int(rounds)
+        return int(self._advance(lambda state: run_rounds(params, request, state, np.int32(limit))))
 
-    def step(self) -> Verified:
-        """Runs one round. Returns what was verified, for all rows."""
+    def step(self) -> Gained:
+        """Runs one round. Returns what all rows gained."""
         params, request = self.job.params, self.job.request
-        after: tuple[DecodeState, Verified]
-        after = step(params, self.state, request.drafter, request.activation)
-        self.state = after[0]
-        return after[1]
+        gained: Gained = self._advance(
+            lambda state: run_round(params, state, request.drafter, request.activation)
+        )
+        return gained
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished."""
@@ -121,10 +135,68 @@ class Batch:
     def take(self, row: int, end: int | None = None) -> Completion:
         """Frees a row. Returns what it holds, or its first `end` tokens."""
         completion = completed(self.job.params, self.job.request, self.state, row, end)
+        self._free(row)
+        return completion
+
+    def drop(self, number: int) -> None:
+        """Forgets a prompt that waits, is being read, or is in a row. An unknown number is none."""
+        self.waiting = deque(prompt for prompt in self.waiting if prompt.number != number)
+        self.echoed.pop(number, None)
+        if self._coming is not None and self._coming.prompt.number == number:
+            self._coming = None
+        for row in [row for row, prompt in self.running.items() if prompt.number == number]:
+            self._free(row)
+
+    def _free(self, row: int) -> None:
+        if self.prefixes is not None and self.prefixes.outputs:
+            state = self.state
+            tokens, cached = (
+                np.asarray(state.tokens)[row],
+                int(np.asarray(state.cache.lengths)[row]),
+            )
+            self.prefixes.keep_row(state.cache, row, tokens[:cached])
         if row not in self.finished():
             self.state = end_row(self.state, np.int32(row), self.job.params.mesh)
         del self.running[row]
-        return completion
+
+    def _open(self, prompt: Waiting) -> PromptReading:
+        """Begins to read a prompt, behind what another prompt had in common with it."""
+        reading = open_prompt(self.job, prompt)
+        if self.prefixes is None or prompt.echoes:  # what is not read again is not scored
+            return reading
+        return self.prefixes.resume(reading)
+
+    def _echo(self, reading: PromptReading) -> None:
+        """Hands out the log-probabilities of a prompt that has been read."""
+        if reading.prompt.echoes:
+            none = jax.tree.map(
+                lambda leaf: np.asarray(leaf[0]),
+                Logprobs.zeros(1, 0, self.job.request.logprobs or 0),
+            )
+            self.echoed[reading.prompt.number] = jax.tree.map(
+                lambda *parts: np.concatenate(parts), none, *reading.scores
+            )
+
+    def _read(self, reading: PromptReading) -> PromptReading:
+        after = read_chunk(self.job, reading)
+        if self.prefixes is not None:
+            self.prefixes.keep(after, reading.done)
+        return after
+
+    def _advance(self, program: Callable[[DecodeState], tuple[DecodeState, Result]]) -> Result:
+        """Runs a program on the state without what no running prompt asks for: it costs less."""
+        prompts = self.running.values()
+        unasked = [] if any(prompt.scores for prompt in prompts) else ["logprobs"]
+        if unasked and not any(prompt.draws for prompt in prompts):
+            unasked += [
+                "keys",
+                "sampling",
+            ]  # few ask for scores of greedy text: no program for them
+        aside: dict[str, Any] = {name: getattr(self.state, name) for name in unasked}
+        nothing: dict[str, Any] = dict.fromkeys(unasked)
+        after, result = program(dataclasses.replace(self.state, **nothing))
+        self.state = dataclasses.replace(after, **aside)
+        return result
 
 
 def open_batch(
@@ -155,11 +227,43 @@ def open_batch(
         request = request.sharing(params)
     request, width = widened(params, request, width, rows)
     job = Job(params, dataclasses.replace(request, sampling=None), width)
-    waiting = (
+    waiting = [
         Waiting(number, tokens, len(tokens) + new, *_of_prompt((keys, sampling), number))
         for number, tokens in accepted.items()
-    )
-    return Batch(job, rows, waiting), refused
+    ]
+    shared = params.mesh is None and begin_alike(accepted.values())
+    batch = Batch(job, rows, waiting[0], PrefixCache() if shared else None)
+    batch.waiting.extend(waiting)
+    return batch, refused
+
+
+def empty_batch(
+    params: Params,
+    request: Request,
+    rows: int,
+    context: int,
+    *,
+    sampling: Sampling | None = None,
+    prefixes: PrefixCache | None = None,
+) -> Batch:
+    """Returns a batch without prompts; they are appended to its `waiting` as they come.
+
+    Args:
+      params: the model.
+      request: the options that all prompts share. Each prompt has its own limit and sampling; those
+        of the request do not count.
+      rows: prompts decoded at a time.
+      context: tokens of a prompt and its output, at most.
+      sampling: in arrays [1], of fields like every prompt's; None: all are decoded greedily.
+      prefixes: what prompts that begin alike share; None: every prompt is read whole.
+
+    Raises ValueError where the rows do not fit the model or the memory.
+    """
+    request = dataclasses.replace(request, max_new_tokens=1, sampling=None)
+    request = request.sharing(params).for_width(params, context - 1, rows)
+    key = None if sampling is None else jax.random.key(0)[None]
+    like = Waiting(-1, np.zeros(1, np.int32), 2, key, sampling)
+    return Batch(Job(params, request, context - 1), rows, like, prefixes)
 
 
 def _of_prompt(values: Values, number: int) -> Values:
@@ -175,7 +279,7 @@ def completed(
     levels = request.drafter.levels(state.draft)
     values = state.tokens, state.lengths, state.stats, state.failed, levels, state.logprobs
     tokens, length, stats, failed, levels, logprobs = jax.tree.map(
-        lambda leaf: np.asarray(leaf[row]), readable(values, params.mesh)
+        lambda leaf: np.array(np.asarray(leaf)[row]), readable(values, params.mesh)
     )
     error = None
     if end is not None:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.cache_entries import Entries
 from pallas_kernels.settings import own_settings
 from specjax.generation.decoding import begin, empty_cache
 from specjax.generation.request import Request
@@ -27,11 +28,14 @@ from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row
 from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation.drafter import Drafter
+from specjax.speculation.logprobs import Logprobs, score_emitted
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState
 
 CHUNK = 64  # prompt tokens per pass
+
+Block = tuple[Entries, Entries]  # keys and values of CHUNK slots of one row, in every layer
 
 
 class Job(NamedTuple):
@@ -43,14 +47,26 @@ class Job(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A prompt that waits for a row: its number, its tokens, int32[T], the length at which it ends,
-    its key, [1] or None, and its sampling, in arrays [1], or None."""
+    """A prompt that waits for a row.
+
+    number: what its results are told apart by.
+    tokens: int32[T].
+    limit: the length at which it ends.
+    key: [1], or None where all prompts are decoded greedily.
+    sampling: in arrays [1], or None where all are decoded greedily.
+    draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
+    scores: False where nobody asks for its log-probabilities.
+    echoes: whether the log-probabilities of its own tokens are asked for as well.
+    """
 
     number: int
     tokens: np.ndarray
     limit: int
     key: jax.Array | None
     sampling: Sampling | None
+    draws: bool = True
+    scores: bool = True
+    echoes: bool = False
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""
@@ -60,12 +76,28 @@ class Waiting(NamedTuple):
         return Rows(jnp.asarray(tokens), length, limit, self.key, self.sampling)
 
 
+class Gained(NamedTuple):
+    """What a round gained, for the host: fields of `Verified`; `counts` is its `count`."""
+
+    proposed: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
+    counts: jax.Array
+    nodes: jax.Array | None
+    logprobs: Logprobs | None
+
+
 class PromptReading(NamedTuple):
-    """A prompt that is being read: the cache of one row, with `done` tokens in it."""
+    """A prompt that is being read: the cache of one row, with `done` tokens in it.
+
+    scores: log-probabilities of tokens 1 … done, a chunk each, where they are asked for.
+    """
 
     prompt: Waiting
     cache: KVCache
     done: int
+    scores: tuple[Logprobs, ...] = ()
 
     @property
     def unread(self) -> int:
@@ -86,8 +118,38 @@ def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
     chunk = np.zeros((1, CHUNK), np.int32)
     chunk[0, : end - done] = reading.prompt.tokens[done:end]
     cache = reading.cache.with_lengths(jnp.array([done], jnp.int32))
-    cache = _chunk(job.params, chunk, cache, job.request.activation)
-    return reading._replace(cache=cache, done=end)
+    if not reading.prompt.echoes:
+        cache = _chunk(job.params, chunk, cache, job.request.activation)
+        return reading._replace(cache=cache, done=end)
+    following = np.zeros((1, CHUNK), np.int32)
+    following[0, : end - done] = reading.prompt.tokens[done + 1 : end + 1]
+    k = job.request.logprobs or 0
+    scores, cache = _scored_chunk(job.params, chunk, following, cache, job.request.activation, k)
+    own = jax.tree.map(lambda leaf: np.asarray(leaf)[0, : end - done], scores)
+    return reading._replace(cache=cache, done=end, scores=(*reading.scores, own))
+
+
+@jax.jit
+def cut_block(cache: KVCache, row: jax.Array, start: jax.Array) -> Block:
+    """Copies the entries of a row's slots start … start + CHUNK - 1."""
+
+    def cut(part: jax.Array) -> jax.Array:
+        one = lax.dynamic_slice_in_dim(part, row, 1)
+        return lax.dynamic_slice_in_dim(one, start, CHUNK, axis=2)
+
+    block: Block = jax.tree.map(cut, (cache.keys, cache.values))
+    return block
+
+
+@partial(jax.jit, donate_argnames="cache")
+def put_block(cache: KVCache, block: Block, start: jax.Array) -> KVCache:
+    """Writes a block's entries to one row's slots start … start + CHUNK - 1."""
+    keys, values = jax.tree.map(
+        lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, axis=2),
+        (cache.keys, cache.values),
+        block,
+    )
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 @partial(jax.jit, donate_argnames="cache", static_argnames="activation")
@@ -100,6 +162,22 @@ def _chunk(params: Params, tokens: jax.Array, cache: KVCache, activation: Activa
     return on_mesh(read, params.mesh, (params,), (tokens, cache), out=row_specs(cache))
 
 
+@partial(jax.jit, donate_argnames="cache", static_argnames=("activation", "k"))
+@own_settings()
+def _scored_chunk(
+    params: Params,
+    tokens: jax.Array,
+    following: jax.Array,
+    cache: KVCache,
+    activation: Activation,
+    k: int,
+) -> tuple[Logprobs, KVCache]:
+    """`_chunk`, and the log-probabilities of the tokens that follow each place, on one device."""
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    logits, cache = forward(params, tokens, positions, cache, activation=activation)
+    return score_emitted(logits, following, k), cache
+
+
 def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> DecodeState:
     """Returns the batch's state with a prompt that has been read in one of its rows."""
     one = _begin(job.params, job.request, reading.cache, reading.prompt.rows(job.width))
@@ -107,7 +185,7 @@ def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> Dec
     return after
 
 
-@jax.jit
+@partial(jax.jit, donate_argnames="cache")
 @own_settings()
 def _begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
     return on_mesh(begin, params.mesh, (params, request), (cache, rows))
@@ -145,6 +223,19 @@ def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeStat
         return dataclasses.replace(state, finished=state.finished.at[own].set(True))
 
     return on_mesh(end, mesh, (row,), (state,), out=row_specs(state))
+
+
+@partial(jax.jit, static_argnames="activation", donate_argnames="state")
+@own_settings()
+def run_round(
+    params: Params, state: DecodeState, drafter: Drafter, activation: Activation
+) -> tuple[DecodeState, Gained]:
+    """Runs one round, and returns what it gained without the logits: they are large."""
+    state, all_ = step(params, state, drafter, activation)
+    return state, Gained(
+        all_.proposed, all_.drafted, all_.accepted, all_.emitted, all_.count, all_.nodes,
+        all_.logprobs,
+    )  # fmt: skip
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from specjax.files.kept_programs import kept
 from specjax.generation.batch import Batch, Completion, completed, open_batch
+from specjax.generation.batch_rows import Gained, run_round
 from specjax.generation.decoding import start_request
 from specjax.generation.prompts import check_ids
 from specjax.generation.request import Request
@@ -19,9 +20,8 @@ from specjax.model.parallel import readable
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.logprobs import Logprobs
-from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState, Verified
+from specjax.speculation.state import DecodeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +139,12 @@ def stream_many(
 def _stream_one(params: Params, request: Request, state: DecodeState) -> Iterator[Round]:
     """Runs a state of one row to its end. The given state is donated."""
     completion = None
-    run = kept(step, params, state, request.drafter, activation=request.activation)
+    run = kept(run_round, params, state, request.drafter, activation=request.activation)
     while completion is None:
-        state, verified = run(params, state, request.drafter)
+        state, gained = run(params, state, request.drafter)
         if state.finished[0]:
             completion = completed(params, request, state, 0)
-        yield dataclasses.replace(_rounds(verified, params.mesh)[0], completion=completion)
+        yield dataclasses.replace(_rounds(gained, params.mesh)[0], completion=completion)
     if completion.error is not None:
         raise ValueError(completion.error)
 
@@ -158,35 +158,33 @@ def _stream_batch(
     while batch is not None and batch.busy:
         batch.fill()
         if batch.running:
-            rounds = _rounds(batch.step(), batch.job.params.mesh)
-            finished = batch.finished()
-            for row, prompt in list(batch.running.items()):
-                end = batch.take(row) if row in finished else None
-                yield prompt.number, dataclasses.replace(rounds[row], completion=end)
+            yield from rounds_of(batch, batch.step()).items()
 
 
-def _rounds(verified: Verified, mesh: Mesh | None) -> list[Round]:
-    """Returns the verified round of every row."""
-    names = ("proposed", "drafted", "accepted", "emitted", "count", "logprobs")
-    values = {name: getattr(verified, name) for name in names}
-    whole = jax.tree.map(np.asarray, readable(values, mesh))
-    rows = [jax.tree.map(itemgetter(row), whole) for row in range(len(whole["count"]))]
-    return [_round(tree=verified.nodes is not None, **row) for row in rows]
+def rounds_of(batch: Batch, gained: Gained) -> dict[int, Round]:
+    """Returns the round of every running prompt, by its number, and frees the finished rows."""
+    rounds, finished = _rounds(gained, batch.job.params.mesh), batch.finished()
+    taken = {}
+    for row, prompt in list(batch.running.items()):
+        end = batch.take(row) if row in finished else None
+        taken[prompt.number] = dataclasses.replace(rounds[row], completion=end)
+    return taken
 
 
-def _round(
-    tree: bool,
-    proposed: np.ndarray,
-    drafted: np.ndarray,
-    accepted: np.ndarray,
-    emitted: np.ndarray,
-    count: np.ndarray,
-    logprobs: Logprobs | None,
-) -> Round:
-    kept = min(int(accepted), int(count))
+def _rounds(gained: Gained, mesh: Mesh | None) -> list[Round]:
+    """Returns the round of every row."""
+    whole = jax.tree.map(np.asarray, readable(gained, mesh))
+    return [_round(jax.tree.map(itemgetter(row), whole)) for row in range(len(whole.counts))]
+
+
+def _round(gained: Gained) -> Round:
+    """Returns one row's round."""
+    count = int(gained.counts)
+    kept = min(int(gained.accepted), count)
+    rejected = gained.proposed[int(gained.accepted) : int(gained.drafted)].tolist()
     return Round(
-        accepted=emitted[:kept].tolist(),
-        rejected=[] if tree else proposed[accepted:drafted].tolist(),
-        given=emitted[kept:count].tolist(),
-        logprobs=jax.tree.map(lambda leaf: leaf[:count], logprobs),
+        accepted=gained.emitted[:kept].tolist(),
+        rejected=rejected if gained.nodes is None else [],
+        given=gained.emitted[kept:count].tolist(),
+        logprobs=jax.tree.map(lambda leaf: leaf[:count], gained.logprobs),
     )

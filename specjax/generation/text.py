@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 _CONTEXT = 16  # tokens before the next one that can affect its text
+_OPEN = 64  # last tokens whose text a stream may decode again
 
 
 class Tokenizer(Protocol):
@@ -63,8 +64,8 @@ class StopStrings:
 class TextStream:
     """Turns tokens into text as they arrive, and holds back text that may still change.
 
-    A character can span tokens, and a token's text can depend on the tokens before it. So the
-    whole text is decoded every time, and a trailing replacement character is held back. Text that
+    A character can span tokens, and a token's text can depend on the tokens before it. So the last
+    tokens are decoded every time, and a trailing replacement character is held back. Text that
     may be the beginning of one of `stops` is held back too. The text ends before the first stop;
     `ended` is true from then on, and later tokens add nothing.
     """
@@ -73,15 +74,16 @@ class TextStream:
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._prompt = list(prompt)
+        self._before, self._ids = list(prompt[-_CONTEXT:]), list[int]()  # context, and open tokens
+        self._settled = ""  # the text of the tokens before them
         self._stops = tuple(stops)
-        self._ids = list(prompt)
         self._shown = 0
         self.ended = False
 
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that these tokens add."""
         self._ids += ids
+        self._settle()
         text = self._text().rstrip("\ufffd")
         return self._show(text if self.ended else text[: len(text) - self._held(text)])
 
@@ -89,7 +91,7 @@ class TextStream:
         """Returns the text that these tokens would add after the ones pushed so far."""
         if self.ended:
             return ""
-        context = self._ids[-_CONTEXT:]
+        context = [*self._before, *self._ids][-_CONTEXT:]
         return _continuation(self._tokenizer, context, [*context, *ids])
 
     def finish(self) -> str:
@@ -98,10 +100,24 @@ class TextStream:
 
     def _text(self) -> str:
         """Returns the whole text, up to the first of `stops`."""
-        text = _continuation(self._tokenizer, self._prompt, self._ids)
+        text = self._settled + self._after(self._ids)
         kept = cut(text, self._stops)
         self.ended = self.ended or kept != text
         return kept
+
+    def _settle(self) -> None:
+        """Takes the first of many open tokens as they are, unless a character goes on behind them.
+
+        So the time per token does not grow with the text.
+        """
+        first, last = self._ids[:-_CONTEXT], self._ids[-_CONTEXT:]
+        if len(first) >= _OPEN and not (text := self._after(first)).endswith("\ufffd"):
+            self._settled += text
+            self._before, self._ids = first[-_CONTEXT:], last
+
+    def _after(self, ids: list[int]) -> str:
+        """Returns the text of tokens behind the context."""
+        return _continuation(self._tokenizer, self._before, [*self._before, *ids])
 
     def _held(self, text: str) -> int:
         """Counts the characters at the end that may be the beginning of one of `stops`."""

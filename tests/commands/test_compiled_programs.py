@@ -42,7 +42,7 @@ params = specjax.load("tiny")
 drafter = {drafter}
 result = specjax.decode(params, [1, 2, 3], max_new_tokens=4, drafter=drafter)
 rounds = list(specjax.stream(params, [1, 2, 3], max_new_tokens=4, drafter=drafter))
-found = "_decode" in traced, "_start" in traced, "step" in traced
+found = "_decode" in traced, "_start" in traced, "run_round" in traced
 print(*found, result.tokens.tolist(), sum((each.tokens for each in rounds), []))
 """
 SAYS_WHERE = """

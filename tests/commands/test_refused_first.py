@@ -68,6 +68,9 @@ def test_arguments(folder: Path, arguments: list[str], message: str, capsys) -> 
         ("plan layers bad.txt", "bad.txt is not UTF-8 text"),
         ("plan speed --measure --prompts bad.txt", "bad.txt is not UTF-8 text"),
         ("convert tiny-16bit out --quantize gptq --calibration bad.txt", "bad.txt is not UTF-8"),
+        ("serve --port 70000", "--port must be in 0 … 65535, got 70000"),
+        ("serve --grace nan", "--grace must be in 0 … 1e+06, got nan"),
+        ("serve --host 203.0.113.1", "203.0.113.1, port 8000: Cannot assign requested address"),
     ],
 )
 def test_outputs_and_texts(folder: Path, command: str, message: str, capsys) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax import Round
-from specjax.speculation.rounds import step
+from specjax.generation.batch_rows import run_round
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 
@@ -114,14 +114,14 @@ def test_prompts_of_like_length_share_their_programs(params) -> None:
         return prompt + [token for each in rounds for token in each.tokens]
 
     tokens((PROMPT * 11)[:25])
-    compiled = step._cache_size()
+    compiled = run_round._cache_size()
     longer = (PROMPT * 11)[:32]
     streamed = tokens(longer)
-    assert step._cache_size() == compiled
+    assert run_round._cache_size() == compiled
     expected = specjax.decode(params, longer[:31], max_new_tokens=11).tokens[0]
     assert tokens(longer[:31]) == np.asarray(expected).tolist()
     assert len(streamed) == 32 + 11 and len(tokens((PROMPT * 11)[:33])) == 33 + 11
-    assert step._cache_size() > compiled, "a case that tests nothing"
+    assert run_round._cache_size() > compiled, "a case that tests nothing"
 
 
 @pytest.mark.parametrize("length", representatives([481, 490, 500], 490))

@@ -50,3 +50,17 @@ def test_peek_shows_and_changes_nothing() -> None:
     stream = TextStream(ByteTokenizer(), list(range(65, 90)))
     assert stream.peek([97, 98]) == "ab" and stream.peek([]) == ""
     assert stream.push([99]) == "c"
+
+
+def test_a_long_text_is_the_same_in_any_pieces() -> None:
+    """Characters of several bytes lie across every place at which a stream may settle its text."""
+    whole = "a–é😀 " * 80
+    ids = list(whole.encode())
+    for size in (1, 3, 7, 150, 1000):
+        stream = TextStream(ByteTokenizer(), [65])
+        pieces = [stream.push(ids[first : first + size]) for first in range(0, len(ids), size)]
+        assert "".join(pieces) + stream.finish() == whole
+        assert stream.peek([98]) == "b"
+    stopped = TextStream(ByteTokenizer(), [65], (whole[200:220] + "!",))
+    ids = list((whole[:220] + "!" + whole).encode())
+    assert "".join(stopped.push([each]) for each in ids) == whole[:200] and stopped.ended

@@ -1,0 +1,163 @@
+"""Measures `specjax serve`: throughput beside `decode_many`, and what clients wait for.
+
+- throughput: the same prompts through `decode_many` and from as many clients as there are rows, and
+  from 32, in turns; tokens per second are medians. Nothing is kept from one turn to the next: no
+  prefixes, and by default a drafter without a memory.
+- latency: seconds to the first token and between two events, at several numbers of clients.
+- prefix: requests that begin with the same long system prompt, one after the other, with and
+  without the prefix cache; their outputs are compared.
+
+The server runs in a process of its own; this one holds the clients, on the same cores.
+
+    python -m benchmarks.speed.serving --model smollm2 --json OUT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import specjax
+from benchmarks.support.common import parser, table, text_prompts, write
+from benchmarks.support.served import Heard, Served, clients, crowd, served
+from specjax import drafting
+
+KINDS = ("arithmetic", "python", "chat")
+
+
+def main() -> int:
+    options = _options()
+    tokenizer = specjax.load_tokenizer(options.model)
+    texts = [text for kind in KINDS for text in text_prompts(options.data, kind, options.prompts)]
+    chosen = np.random.default_rng(0).permutation(len(texts))[: options.prompts]
+    prompts = [tokenizer.encode(texts[i])[: options.max_prompt] for i in chosen]
+    common = [
+        options.model, "--rows", str(options.rows), "--context", str(options.context),
+        "--queue", "1000", "--name", "model", "--drafter", options.drafter,
+    ]  # fmt: skip
+    with served([*common, "--prefix-memory", "0"]) as running:
+        rows = _throughput(running, options, prompts)
+        print(*rows, sep="\n", flush=True)
+        rows += asyncio.run(_latency(running, options, prompts))
+        print(*rows[-len(options.clients) :], sep="\n", flush=True)
+    rows += _prefix(options, tokenizer, common)
+    print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
+    settings = {"model": options.model, "rows": options.rows, "drafter": options.drafter}
+    write(options.json, [settings | row for row in rows])
+    return int(any(row.get("differing") for row in rows))
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--model", default="tiny")
+    add("--drafter", default="autoregressive", help="by its name, without a model of its own")
+    add("--rows", type=int, default=8)
+    add("--context", type=int, default=2048)
+    add("--prompts", type=int, default=64)
+    add("--max-prompt", type=int, default=256, help="tokens used of each prompt")
+    add("--max-new-tokens", type=int, default=64)
+    add("--clients", type=int, nargs="+", default=[1, 8, 32])
+    add("--system", type=int, default=1000, help="tokens of the system prompt")
+    add("--alike", type=int, default=64, help="requests behind the system prompt")
+    add("--repeats", type=int, default=3)
+    return parse.parse_args()
+
+
+def _body(prompt: Sequence[int], options: Any) -> dict[str, Any]:
+    new = options.max_new_tokens
+    return {"model": "model", "prompt": list(prompt), "max_tokens": new, "temperature": 0}
+
+
+def _throughput(
+    running: Served, options: Any, prompts: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    params = specjax.load(options.model)
+    bodies = [_body(prompt, options) for prompt in prompts]
+
+    def library() -> float:
+        begin = time.perf_counter()
+        found = specjax.decode_many(
+            params, prompts, rows=options.rows, drafter=drafting.make(options.drafter),
+            max_new_tokens=options.max_new_tokens,
+        )  # fmt: skip
+        tokens = sum(int(each.stats.generated) for each in found)
+        return tokens / (time.perf_counter() - begin)
+
+    async def server(count: int) -> float:
+        async with clients(running) as client:
+            heard, seconds = await crowd(client, bodies, count)
+        return sum(each.tokens for each in heard) / seconds
+
+    library()  # compiles
+    counts = sorted({options.rows, 32})
+    turns = [
+        [library(), *(asyncio.run(server(count)) for count in counts)]
+        for _ in range(options.repeats)
+    ]
+    base, *others = (statistics.median(column) for column in zip(*turns, strict=True))
+    return [
+        {
+            "part": "throughput", "clients": count, "tokens_per_second": speed,
+            "decode_many_tokens_per_second": base, "ratio": speed / base,
+        }
+        for count, speed in zip(counts, others, strict=True)
+    ]  # fmt: skip
+
+
+async def _latency(
+    running: Served, options: Any, prompts: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    rows = []
+    async with clients(running) as client:
+        for count in options.clients:
+            heard, seconds = await crowd(client, [_body(each, options) for each in prompts], count)
+            rows.append({"part": "latency", "clients": count, **_waits(heard, seconds)})
+    return rows
+
+
+def _waits(heard: Sequence[Heard], seconds: float) -> dict[str, Any]:
+    first = [each.first for each in heard]
+    gaps = [gap for each in heard for gap in each.gaps]
+    return {
+        "requests": len(heard),
+        "tokens_per_second": sum(each.tokens for each in heard) / seconds,
+        "first_p50": float(np.percentile(first, 50)),
+        "first_p99": float(np.percentile(first, 99)),
+        "between_p50": float(np.percentile(gaps, 50)),
+        "between_p99": float(np.percentile(gaps, 99)),
+    }
+
+
+def _prefix(options: Any, tokenizer: Any, common: Sequence[str]) -> list[dict[str, Any]]:
+    (prose,) = text_prompts(options.data, "prose", 1)
+    system = (tokenizer.encode(prose) * options.system)[: options.system]
+    asked = text_prompts(options.data, "arithmetic", options.alike)
+    bodies = [_body([*system, *tokenizer.encode(text)[:64]], options) for text in asked]
+
+    async def one_by_one(running: Served) -> list[Heard]:
+        async with clients(running) as client:
+            return (await crowd(client, bodies, 1))[0]
+
+    found = {}
+    for size in ("0", "1"):
+        with served([*common, "--prefix-memory", size]) as running:
+            found[size] = asyncio.run(one_by_one(running))
+    pairs = zip(found["0"], found["1"], strict=True)
+    first, *rest = (each.first for each in found["1"])
+    read, kept = statistics.median(each.first for each in found["0"][1:]), statistics.median(rest)
+    return [{
+        "part": "prefix", "requests": len(bodies), "system_tokens": options.system,
+        "first_request": first, "first_p50": kept, "first_p50_without": read, "ratio": read / kept,
+        "differing": sum(a.text != b.text for a, b in pairs),
+    }]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

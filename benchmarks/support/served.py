@@ -1,0 +1,120 @@
+"""`specjax serve` in a process of its own, and clients that time what comes from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+
+from benchmarks.support.tables import ROOT
+
+PATIENCE = 600.0  # seconds for an answer
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    url: str
+    process: psutil.Process
+
+    def metric(self, name: str) -> float:
+        """The sum of one of its counts."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        chosen = [x for x in lines if re.match(rf"specjax:{name}[ {{]", x)]
+        return sum(float(x.rsplit(" ", 1)[1]) for x in chosen)
+
+
+class Heard(NamedTuple):
+    """What a client heard.
+
+    text: of the output, or of its beginning, where the client has left.
+    first: seconds to the first text.
+    gaps: seconds between two events with text.
+    tokens: of the output; 0 where the client has left.
+    whole: whether the client has stayed.
+    """
+
+    text: str
+    first: float
+    gaps: list[float]
+    tokens: int
+    whole: bool
+
+
+@contextlib.contextmanager
+def served(arguments: Sequence[str]) -> Iterator[Served]:
+    """Starts a server, waits until it listens, and ends it by SIGTERM."""
+    command = [sys.executable, "-m", "specjax.cli", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    try:
+        address = next(
+            filter(None, (re.search(r"http://[\d.:]+", line) for line in process.stdout))
+        )
+        yield Served(address[0], psutil.Process(process.pid))
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+@contextlib.asynccontextmanager
+async def clients(served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    """Connections without a limit of their number."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE, limits=limits) as client:
+        yield client
+
+
+async def hear(
+    client: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None = None
+) -> Heard:
+    """Asks for a completion as a stream. leave_after: events after which the client leaves."""
+    begin = before = time.perf_counter()
+    first, gaps, text, tokens = 0.0, list[float](), "", 0
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        events = 0
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event, now = json.loads(line.removeprefix("data: ")), time.perf_counter()
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            tokens = (event.get("usage") or {}).get("completion_tokens", 0)
+            for choice in event["choices"]:
+                text += choice["text"]
+                if first:
+                    gaps.append(now - before)
+                first, before = first or now - begin, now
+            events += 1
+            if events == leave_after:
+                return Heard(text, first, gaps, 0, False)
+    return Heard(text, first, gaps, tokens, True)
+
+
+async def crowd(
+    client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], count: int
+) -> tuple[list[Heard], float]:
+    """Asks for all from `count` clients at a time. Returns what they heard, and the seconds."""
+    free, begin = asyncio.Semaphore(count), time.perf_counter()
+
+    async def one(body: dict[str, Any]) -> Heard:
+        async with free:
+            return await hear(client, body)
+
+    heard = await asyncio.gather(*map(one, bodies))
+    return heard, time.perf_counter() - begin

@@ -1,0 +1,29 @@
+"""How a command draws tokens: options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+import specjax
+from specjax.commands.options import seed
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """--temperature and what else draws tokens, and --seed."""
+    add = parser.add_argument_group("sampling (greedy if all are left out)").add_argument
+    for name, type_, metavar, help_ in (
+        ("--temperature", float, "T", "divide the logits by T; 1 if left out"),
+        ("--top-k", int, "K", "sample from the K most probable tokens"),
+        ("--top-p", float, "P", "sample from the most probable tokens that reach P together"),
+        ("--min-p", float, "P", "sample from tokens at least P times as probable as the first"),
+        ("--repetition-penalty", float, "X", "make tokens that occurred less probable; 1: off"),
+    ):
+        add(name, type=type_, metavar=metavar, help=help_)
+    add("--seed", type=seed, default=0, metavar="N", help="seed of the random key; 0 if left out")
+
+
+def chosen_sampling(options: argparse.Namespace) -> specjax.Sampling | None:
+    """How to sample; None where no option of sampling is given."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return specjax.Sampling(**given) if given else None

@@ -1,0 +1,164 @@
+"""The requests of OpenAI's clients, checked field by field.
+
+A field that is unknown, or that asks for something this server does not do, is refused: an output
+that ignores it would not be the one that was asked for. Fields that change no output are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from specjax.serving.errors import Refused
+from specjax.speculation.sampling import Sampling
+
+MOST_OUTPUTS = 128  # of one request
+_MOST_TOKENS = 2**20
+_GREEDY = 1e-6  # temperatures below it
+
+Text = Annotated[str, Field(max_length=2**22)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MOST_TOKENS)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+Nothing = Annotated[dict[str, Any], Field(max_length=0)] | Annotated[list[Any], Field(max_length=0)]
+Label = Annotated[str, Field(max_length=500)]
+
+
+class Checked(BaseModel):
+    """Values have the type that JSON gives them; no field is ignored."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(Checked):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Common(Checked):
+    """The fields that both kinds of request have."""
+
+    model: Label
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_OUTPUTS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Accepted where they ask for nothing.
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: Nothing | None = None
+    # They change no output.
+    user: Label | None = None
+    metadata: dict[str, Any] | None = None
+
+    def sampling(self) -> Sampling | None:
+        """How to draw tokens; None: the greedy choice. OpenAI's default is a temperature of 1."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if temperature < _GREEDY:
+            return None
+        top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
+        return Sampling(temperature=temperature, top_k=top_k, top_p=self.top_p, min_p=self.min_p)
+
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an output."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_stream(self) -> None:
+        """Raises Refused where options of a stream come without one."""
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options goes with stream=true"
+            raise Refused(400, message, param="stream_options")
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions."""
+
+    prompt: (
+        Text
+        | Tokens
+        | Annotated[list[Text] | list[Tokens], Field(min_length=1, max_length=MOST_OUTPUTS)]
+    )
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_OUTPUTS)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        return [given] if isinstance(given[0], int) else given
+
+
+def _text_of(content: Any) -> Any:
+    """The text of a content that comes in parts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text") for part in content if _is_text(part)]
+    return "".join(parts) if len(parts) == len(content) else content
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.keys() == {"type", "text"}
+        and part["type"] == "text"
+        and isinstance(part["text"], str)
+    )
+
+
+class Message(Checked):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, BeforeValidator(_text_of)]
+    name: Label | None = None
+    tool_call_id: Label | None = None
+
+
+class ResponseFormat(Checked):
+    """The form of the answer: text, as it comes."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Nothing | None = None
+    store: Literal[False] | None = None
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as a chat template reads them."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def check_logprobs(self) -> None:
+        """Raises Refused where top_logprobs comes without logprobs."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused(400, "top_logprobs goes with logprobs=true", param="top_logprobs")

@@ -1,0 +1,68 @@
+"""`specjax chat`: turns, a system message, /reset, and a conversation that has become too long."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+import specjax
+from checkpoints_tools.chat.template import ChatTemplate
+from checkpoints_tools.tokenizer import Tokenizer
+from specjax.cli import main
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+OPTIONS = ["chat", "tiny", "--context", "100", "--drafter", "autoregressive"]
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    backend = specjax.load_tokenizer("tiny")._backend
+    tokenizer = Tokenizer(backend, None, ChatTemplate(TEMPLATE, {}, "the tests' template"))
+    monkeypatch.setattr("specjax.load_tokenizer", lambda source: tokenizer)
+    return tokenizer
+
+
+def say(monkeypatch: pytest.MonkeyPatch, capsys: Any, lines: str, *options: str) -> list[str]:
+    """What is printed after each prompt."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main([*OPTIONS, *options]) == 0
+    return capsys.readouterr().out.split("> ")[1:]
+
+
+def answer(tokenizer: Tokenizer, messages: list[tuple[str, str]]) -> str:
+    """What `decode` says to a conversation."""
+    params = specjax.load("tiny")
+    text = tokenizer.chat([{"role": role, "content": content} for role, content in messages])
+    prompt = tokenizer.encode(text, special_tokens=False)
+    new = 100 - len(prompt)
+    result = specjax.decode(
+        params, prompt, max_new_tokens=new, drafter=specjax.Autoregressive(), cache_capacity=100
+    )
+    return tokenizer.decode(result.tokens[0, len(prompt) : result.lengths[0]])
+
+
+def test_a_turn_sees_those_before_it_until_a_reset(tokenizer, monkeypatch, capsys) -> None:
+    system = ("system", "Be brief.")
+    first = answer(tokenizer, [system, ("user", "Hello")])
+    said = say(monkeypatch, capsys, "Hello\nHello\n/reset\nHello\n\n", "--system", "Be brief.")
+    assert said[0] == f"{first}\n"
+    tokens = len(tokenizer.encode(first))
+    if tokens > 80:  # the answer has filled the context
+        assert "/reset begins anew" in said[1]
+    else:
+        history = [system, ("user", "Hello"), ("assistant", first), ("user", "Hello")]
+        assert said[1] == f"{answer(tokenizer, history)}\n"
+    assert said[2] == "(begun anew)\n"
+    assert said[3] == f"{first}\n"
+
+
+def test_a_trace_marks_where_tokens_came_from(tokenizer, monkeypatch, capsys) -> None:
+    (said, *_) = say(monkeypatch, capsys, "Hello\n", "--trace")
+    assert "{+" in said
+
+
+def test_a_context_out_of_range_is_refused(tokenizer, capsys) -> None:
+    assert main(["chat", "tiny", "--context", "100000"]) == 1
+    assert "--context must be in 4 … 512, got 100000" in capsys.readouterr().err

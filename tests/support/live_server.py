@@ -1,0 +1,53 @@
+"""A server of the package on the loopback address, in threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import specjax
+from specjax.generation.request import Request
+from specjax.generation.text import ChatTokenizer
+from specjax.serving.app import Door, make_app
+from specjax.serving.engine import Engine, Plan
+from specjax.serving.metrics import Metrics
+from specjax.serving.server import Server, make_server
+
+
+class Live:
+    """A running server. url: its address, without a path."""
+
+    def __init__(self, engine: Engine, server: Server, port: int) -> None:
+        self.engine, self.server, self.port = engine, server, port
+        self.url = f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def live_server(
+    params: specjax.Params,
+    tokenizer: ChatTokenizer,
+    *,
+    plan: Plan,
+    drafter: specjax.Drafter | None = None,
+    key: str | None = None,
+    most_bytes: int = 2**20,
+    grace: float = 5.0,
+) -> Iterator[Live]:
+    """Compiles, serves, and ends in order."""
+    engine = Engine(params, Request.make(params, drafter=drafter), plan, Metrics())
+    engine.start()
+    app = make_app(engine, tokenizer, Door("tiny", most_bytes, key))
+    ready = threading.Event()
+    server = make_server(app, engine, grace, ready.set)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        assert ready.wait(60)
+        try:
+            yield Live(engine, server, listening.getsockname()[1])
+        finally:
+            if thread.is_alive():
+                server.end_soon()
+            thread.join()
