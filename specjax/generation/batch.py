@@ -26,7 +26,9 @@ from specjax.generation.batch_rows import (
     read_chunk,
     run_rounds,
 )
+from specjax.generation.constraints import Guide
 from specjax.generation.decoding import failure
+from specjax.generation.guided import Constraints, guided_round, open_guides
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.generation.rows import widened
@@ -49,7 +51,7 @@ class Completion:
     stats: counts, int32[] each.
     levels: counts of the levels that drafted; see `DecodeResult`.
     error: why the prompt was refused, or why its output ended early: the model's next logits were
-        NaN or infinite. None: neither.
+        NaN or infinite, or its grammar could not be followed. None: neither.
     logprobs: log-probabilities of the new tokens; None: not asked for, or the prompt was refused.
     """
 
@@ -73,6 +75,7 @@ class Batch:
         self.job, self._rows = job, rows
         self.waiting = deque(prompts)
         self.running: dict[int, Waiting] = {}
+        self._guides: dict[int, Guide] = {}
         self.state = empty_rows(job, rows, self.waiting[0])
         self._coming: PromptReading | None = None
 
@@ -97,11 +100,17 @@ class Batch:
             if not self._coming.unread:
                 row = next(row for row in range(self._rows) if row not in self.running)
                 self.state = admit(self.job, self.state, self._coming, row)
-                self.running[row], self._coming = self._coming.prompt, None
+                prompt, self._coming = self._coming.prompt, None
+                self.running[row] = prompt
+                if prompt.guide is not None:
+                    self._guides[row] = prompt.guide.copy()
 
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
         params, request = self.job.params, self.job.request
+        if request.constrained:
+            self.step()
+            return 1
         self.state, rounds = run_rounds(params, request, self.state, np.int32(limit))
         return int(rounds)
 
@@ -109,22 +118,33 @@ class Batch:
         """Runs one round. Returns what was verified, for all rows."""
         params, request = self.job.params, self.job.request
         after: tuple[DecodeState, Verified]
-        after = step(params, self.state, request.drafter, request.activation)
+        if request.constrained:
+            after = guided_round(params, request, self.state, self._guides)
+        else:
+            after = step(params, self.state, request.drafter, request.activation)
         self.state = after[0]
         return after[1]
 
     def finished(self) -> list[int]:
-        """The rows whose prompts are finished."""
+        """The rows whose prompts are finished, or cannot go on."""
         finished = np.asarray(readable(self.state.finished, self.job.params.mesh))
-        return [row for row in self.running if finished[row]]
+        return [row for row in self.running if finished[row] or self._error(row)]
 
     def take(self, row: int, end: int | None = None) -> Completion:
         """Frees a row. Returns what it holds, or its first `end` tokens."""
         completion = completed(self.job.params, self.job.request, self.state, row, end)
-        if row not in self.finished():
+        error = self._error(row)
+        if error is not None:
+            completion = dataclasses.replace(completion, error=error)
+        if error is not None or row not in self.finished():
             self.state = end_row(self.state, np.int32(row), self.job.params.mesh)
         del self.running[row]
+        self._guides.pop(row, None)
         return completion
+
+    def _error(self, row: int) -> str | None:
+        """Why the row's grammar cannot be followed any further; None: it can, or there is none."""
+        return self._guides[row].error if row in self._guides else None
 
 
 def open_batch(
@@ -133,6 +153,7 @@ def open_batch(
     prompts: Iterable[Sequence[int]],
     rows: int,
     key: jax.Array | None,
+    constraint: Constraints = None,
 ) -> tuple[Batch | None, dict[int, Completion]]:
     """Checks the arguments and the prompts, as `decode_many` has them.
 
@@ -147,6 +168,7 @@ def open_batch(
     new = request.max_new_tokens
     keys = row_keys(request.sampling, key, len(listed))
     sampling = jax.tree.map(np.asarray, row_sampling(request.sampling, len(listed)))
+    guides = open_guides(params, request, constraint, len(listed))
     if not accepted:
         return None, refused
     width = max(len(tokens) for tokens in accepted.values())
@@ -156,7 +178,9 @@ def open_batch(
     request, width = widened(params, request, width, rows)
     job = Job(params, dataclasses.replace(request, sampling=None), width)
     waiting = (
-        Waiting(number, tokens, len(tokens) + new, *_of_prompt((keys, sampling), number))
+        Waiting(
+            number, tokens, len(tokens) + new, *_of_prompt((keys, sampling), number), guides[number]
+        )
         for number, tokens in accepted.items()
     )
     return Batch(job, rows, waiting), refused

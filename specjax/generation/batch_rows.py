@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.settings import own_settings
+from specjax.generation.constraints import Guide
 from specjax.generation.decoding import begin, empty_cache
 from specjax.generation.request import Request
 from specjax.generation.rows import Rows
@@ -44,13 +45,14 @@ class Job(NamedTuple):
 
 class Waiting(NamedTuple):
     """A prompt that waits for a row: its number, its tokens, int32[T], the length at which it ends,
-    its key, [1] or None, and its sampling, in arrays [1], or None."""
+    its key, [1] or None, its sampling, in arrays [1], or None, and its grammar's guide or None."""
 
     number: int
     tokens: np.ndarray
     limit: int
     key: jax.Array | None
     sampling: Sampling | None
+    guide: Guide | None = None
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""
@@ -195,7 +197,9 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
     def state() -> DecodeState:
         ones = jnp.ones(rows, jnp.int32)
         blanks = jax.tree.map(blank, one)
-        sampling = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), prompt.sampling)
+        sampling = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (rows, *leaf.shape[1:])), prompt.sampling
+        )
         shared = jax.tree.map(jnp.copy, job.request.drafter.shared())  # rounds donate the state
         finished: DecodeState = dataclasses.replace(
             blanks, lengths=ones, finished=ones > 0, sampling=sampling, shared=shared

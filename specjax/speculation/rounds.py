@@ -18,7 +18,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, on_mesh, row_specs
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
-from specjax.speculation.state import DecodeState, Stats, Verified
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 from specjax.speculation.verification import verify
 
 
@@ -42,6 +42,46 @@ def step(
     )  # fmt: skip
 
 
+@partial(jax.jit, donate_argnames="state")
+@own_settings()
+def propose(params: Params, state: DecodeState, drafter: Drafter) -> tuple[Proposal, DecodeState]:
+    """The first half of a round whose drafts the host reads before `conclude` verifies them.
+
+    They count as chosen without chance: a draft is kept where it is the token that plain decoding
+    draws. The given state is donated.
+    """
+
+    def without_chance(
+        params: Params, drafter: Drafter, state: DecodeState
+    ) -> tuple[Proposal, DecodeState]:
+        proposal, state = drafter.propose(params, state)
+        return dataclasses.replace(proposal, distributions=None), state
+
+    return on_mesh(
+        without_chance, params.mesh, (params, drafter), (state,), out=(ROWS, row_specs(state))
+    )
+
+
+@partial(jax.jit, static_argnames=("activation", "observed"), donate_argnames="state")
+@own_settings()
+def conclude(
+    params: Params,
+    state: DecodeState,
+    drafter: Drafter,
+    proposal: Proposal,
+    activation: Activation = "a16",
+    observed: bool = True,
+) -> tuple[DecodeState, Verified]:
+    """The second half of a round. The given state is donated.
+
+    observed: whether the drafter made the proposal, and learns from the verdict.
+    """
+    conclusion = partial(_conclude, activation=activation, layers=None, observed=observed)
+    return on_mesh(
+        conclusion, params.mesh, (params, drafter), (state, proposal), out=(row_specs(state), ROWS)
+    )
+
+
 def _step(
     params: Params,
     drafter: Drafter,
@@ -51,6 +91,19 @@ def _step(
 ) -> tuple[DecodeState, Verified]:
     """Runs `step` on the rows of one device."""
     proposal, state = drafter.propose(params, state)
+    return _conclude(params, drafter, state, proposal, activation, layers)
+
+
+def _conclude(
+    params: Params,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    activation: Activation,
+    layers: tuple[int, ...] | None,
+    observed: bool = True,
+) -> tuple[DecodeState, Verified]:
+    """Verifies, accepts and commits, on the rows of one device."""
     verified, cache = verify(params, state, proposal, activation, layers)
     count, stopped, failed = _count(state, verified)
     verified = dataclasses.replace(verified, count=count)
@@ -61,8 +114,7 @@ def _step(
     logprobs = state.logprobs
     if logprobs is not None:
         assert verified.logprobs is not None
-        prompts = state.lengths - state.stats.generated
-        logprobs = logprobs.put(slots - prompts[:, None], verified.logprobs)
+        logprobs = logprobs.put(slots - state.prompts[:, None], verified.logprobs)
     tokens = state.tokens.at[rows, slots].set(verified.emitted, mode="drop")
     state = dataclasses.replace(
         state,
@@ -71,7 +123,7 @@ def _step(
         finished=state.finished | stopped | failed | (lengths >= state.limits),
         failed=state.failed | failed,
         cache=_line_up(cache, state, verified).with_lengths(lengths - 1),
-        draft=drafter.observe(state.draft, verified),
+        draft=drafter.observe(state.draft, verified) if observed else state.draft,
         stats=_count_round(state, verified),
         logprobs=logprobs,
         shared=drafter.learn(state.shared, tokens, state.lengths, lengths),
