@@ -108,7 +108,7 @@ class Batch:
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
         params, request = self.job.params, self.job.request
-        if request.constrained:
+        if self._guides:
             self.step()
             return 1
         self.state, rounds = run_rounds(params, request, self.state, np.int32(limit))
@@ -118,10 +118,13 @@ class Batch:
         """Runs one round. Returns what was verified, for all rows."""
         params, request = self.job.params, self.job.request
         after: tuple[DecodeState, Verified]
-        if request.constrained:
+        if self._guides:
             after = guided_round(params, request, self.state, self._guides)
         else:
-            after = step(params, self.state, request.drafter, request.activation)
+            after = step(
+                params, self.state, request.drafter, request.activation,
+                matched=request.constrained,
+            )  # fmt: skip
         self.state = after[0]
         return after[1]
 

@@ -168,7 +168,9 @@ def run_rounds(
             return (carry[1] < limit) & same
 
         def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            state, _ = step(params, carry[0], request.drafter, request.activation)
+            state, _ = step(
+                params, carry[0], request.drafter, request.activation, matched=request.constrained
+            )
             return state, carry[1] + 1
 
         return lax.while_loop(more, one, (state, jnp.int32(0)))

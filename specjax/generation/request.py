@@ -58,7 +58,8 @@ class Request:
     activation: activation precision of the target.
     logprobs: how many of the most probable tokens to record at each place; None: not even the
         log-probabilities of the new tokens.
-    constrained: whether rows may have to keep to a grammar.
+    constrained: whether rows may have to keep to a grammar. Drafts of all rows are then matched
+        (`rounds.step`), so that no row depends on the grammars of others.
     """
 
     drafter: Drafter

@@ -22,7 +22,7 @@ from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 from specjax.speculation.verification import verify
 
 
-@partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("activation", "layers", "matched"), donate_argnames="state")
 @own_settings()
 def step(
     params: Params,
@@ -30,14 +30,16 @@ def step(
     drafter: Drafter,
     activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
+    matched: bool = False,
 ) -> tuple[DecodeState, Verified]:
     """Runs one round. The given state is donated: do not use it afterwards.
 
     activation, layers: of the verifying pass. A level that only drafts for another level may be
     less precise than the target.
+    matched: keep a draft where it is the token that plain decoding draws, however it was chosen.
     """
     return on_mesh(
-        partial(_step, activation=activation, layers=layers),
+        partial(_step, activation=activation, layers=layers, matched=matched),
         params.mesh, (params, drafter), (state,), out=(row_specs(state), ROWS),
     )  # fmt: skip
 
@@ -47,19 +49,12 @@ def step(
 def propose(params: Params, state: DecodeState, drafter: Drafter) -> tuple[Proposal, DecodeState]:
     """The first half of a round whose drafts the host reads before `conclude` verifies them.
 
-    They count as chosen without chance: a draft is kept where it is the token that plain decoding
-    draws. The given state is donated.
+    Drafts are matched. The given state is donated.
     """
-
-    def without_chance(
-        params: Params, drafter: Drafter, state: DecodeState
-    ) -> tuple[Proposal, DecodeState]:
-        proposal, state = drafter.propose(params, state)
-        return dataclasses.replace(proposal, distributions=None), state
-
     return on_mesh(
-        without_chance, params.mesh, (params, drafter), (state,), out=(ROWS, row_specs(state))
-    )
+        partial(_propose, matched=True),
+        params.mesh, (params, drafter), (state,), out=(ROWS, row_specs(state)),
+    )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("activation", "observed"), donate_argnames="state")
@@ -88,10 +83,19 @@ def _step(
     state: DecodeState,
     activation: Activation,
     layers: tuple[int, ...] | None,
+    matched: bool,
 ) -> tuple[DecodeState, Verified]:
     """Runs `step` on the rows of one device."""
-    proposal, state = drafter.propose(params, state)
+    proposal, state = _propose(params, drafter, state, matched)
     return _conclude(params, drafter, state, proposal, activation, layers)
+
+
+def _propose(
+    params: Params, drafter: Drafter, state: DecodeState, matched: bool
+) -> tuple[Proposal, DecodeState]:
+    """Drafts, on the rows of one device."""
+    proposal, state = drafter.propose(params, state)
+    return dataclasses.replace(proposal, distributions=None) if matched else proposal, state
 
 
 def _conclude(

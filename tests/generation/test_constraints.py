@@ -35,7 +35,7 @@ DRAFTERS: dict[str, specjax.Drafter] = {
     "another model's cache": specjax.DraftModel(PARAMS, 2),
     "two levels": specjax.MultiLevel(specjax.QSpec(3), specjax.NGram(2)),
 }
-KINDS = ("QSpec", "ANPD", "a tree")
+KINDS = ("ANPD", "a tree")
 
 
 def _constraint(name: str, drafts: bool) -> Constraint:
@@ -92,7 +92,7 @@ def test_drafts_change_no_output(drafter: str, drawn: bool) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("drafter", KINDS)
+@pytest.mark.parametrize("drafter", ["QSpec", *KINDS])
 @pytest.mark.parametrize("drawn", [True, False])
 def test_drafts_change_no_output_of_any_schema(drafter: str, drawn: bool) -> None:
     names = tuple(SCHEMAS)
@@ -108,6 +108,7 @@ def test_forced_tokens_save_rounds() -> None:
     assert rounds[0] < 0.9 * rounds[1]
 
 
+@pytest.mark.exhaustive
 def test_a_stream_and_a_queue_are_the_same() -> None:
     """A free row beside them is as it is alone."""
     constraint = _constraint("calls", drafts=True)
@@ -193,6 +194,7 @@ def test_a_constraint_that_does_not_fit(
         specjax.decode_many(PARAMS, [PROMPT], constraint=constraint, **options)
 
 
+@pytest.mark.exhaustive
 def test_a_grammar_that_needs_too_much_ends_its_row_alone() -> None:
     """Every x can be read in many ways; the row beside it goes on."""
     kinds = range(150)
