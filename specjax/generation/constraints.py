@@ -230,24 +230,29 @@ def _tokenizer(tokenizer: TokenBytes, vocab_size: int, stop_tokens: tuple[int, .
             f"the constraint's tokenizer has token ids up to {len(words) - 1}, and the model a "
             f"vocabulary of {vocab_size} entries: they do not belong together"
         )
-    view = _View(tokenizer, words, stop_tokens[0])
+    view = _View(tokenizer, words, stop_tokens)
     return _llguidance().LLTokenizer(view, eos_token=list(stop_tokens))
 
 
 class _View:
-    """A tokenizer as llguidance reads it."""
+    """A tokenizer as llguidance reads it. Special tokens are not text; neither are stop tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(
-        self, tokenizer: TokenBytes, words: list[bytes | str | None], stop_token: int
+        self,
+        tokenizer: TokenBytes,
+        words: list[bytes | str | None],
+        stop_tokens: tuple[int, ...],
     ) -> None:
         self._tokenizer = tokenizer
-        self.eos_token_id = stop_token
+        self.eos_token_id = stop_tokens[0]
         self.tokens = [word.encode() if isinstance(word, str) else word or b"" for word in words]
         self.special_token_ids = [
-            token for token, word in enumerate(words) if isinstance(word, str)
+            token
+            for token, word in enumerate(words)
+            if isinstance(word, str) or token in stop_tokens
         ]
 
     def __call__(self, text: str) -> list[int]:

@@ -149,6 +149,16 @@ def test_other_grammars(made: Any, pattern: str) -> None:
         assert re.match(pattern, output.text)
 
 
+def test_a_stop_token_that_is_text_ends_complete_outputs_alone() -> None:
+    (letter,) = TOKENIZER.encode("b", special_tokens=False)
+    guide = Constraint.regex("a[abc]", TOKENIZER).guide(PARAMS.config.vocab_size, (letter,))
+    (first,) = TOKENIZER.encode("a", special_tokens=False)
+    masks = np.full((3, PARAMS.config.vocab_size // 32), ~np.uint32(0))
+    guide.allow([first, first], [(0, 0), (1, 1)], masks)
+    allowed = [np.unpackbits(mask.view(np.uint8), bitorder="little")[letter] for mask in masks]
+    assert allowed == [0, 0, 1]
+
+
 def test_an_output_that_ends_too_early_says_so() -> None:
     output = specjax.generate(
         PARAMS, TOKENIZER, "Once upon a time", constraint=_constraint("a call", drafts=True),
