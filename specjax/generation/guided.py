@@ -51,8 +51,8 @@ def guided_round(
 
 def _pays(forced: int, running: int, draft_length: int) -> bool:
     """Whether a round of forced tokens alone is better than one of the drafter's: where half of the
-    rows have some, or the drafter has none."""
-    return forced > 0 and (2 * forced >= running or draft_length == 0)
+    rows have some, or the drafter never has any."""
+    return draft_length == 0 or (forced > 0 and 2 * forced >= running)
 
 
 def _chain(forced: Mapping[int, Sequence[int]], rows: int) -> Proposal:

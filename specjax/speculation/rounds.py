@@ -70,8 +70,17 @@ def conclude(
     """The second half of a round. The given state is donated.
 
     observed: whether the drafter made the proposal, and learns from the verdict.
+
+    Returns the state, and the verdict without logits and distributions, which only drafters read.
     """
-    conclusion = partial(_conclude, activation=activation, layers=None, observed=observed)
+
+    def conclusion(
+        params: Params, drafter: Drafter, state: DecodeState, proposal: Proposal
+    ) -> tuple[DecodeState, Verified]:
+        after = _conclude(params, drafter, state, proposal, activation, None, observed)
+        none = after[1].logits[..., :0]
+        return after[0], dataclasses.replace(after[1], logits=none, distributions=None)
+
     return on_mesh(
         conclusion, params.mesh, (params, drafter), (state, proposal), out=(row_specs(state), ROWS)
     )
