@@ -17,6 +17,7 @@ import dataclasses
 import json
 import sys
 import time
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -68,8 +69,13 @@ def _options() -> Any:
     return parse.parse_args()
 
 
+@cache
+def _tokenizer() -> Any:
+    return specjax.load_tokenizer(MODEL)
+
+
 def _answer(name: str, tool: Tool, request: str, options: Any) -> Answer:
-    tokenizer = specjax.load_tokenizer(MODEL)
+    tokenizer = _tokenizer()
     made = specjax.Constraint.json_schema(tool.schema, tokenizer)
     chosen: dict[str, Any] = {}
     if name != FREE:
