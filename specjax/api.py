@@ -23,6 +23,7 @@ from specjax.drafting.datastore import Datastore
 from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.generation.batch import Completion
 from specjax.generation.batching import decode_many
+from specjax.generation.constraints import Constraint
 from specjax.generation.decoding import DecodeResult, decode
 from specjax.generation.generating import Generation, generate
 from specjax.generation.streaming import Round, stream, stream_many
@@ -30,6 +31,7 @@ from specjax.model import parallel
 from specjax.model.config import ModelConfig, RopeScaling
 from specjax.model.params import Params, prepack
 from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import Stats
 
@@ -39,6 +41,7 @@ __all__ = [
     "Autoregressive",
     "Combined",
     "Completion",
+    "Constraint",
     "Datastore",
     "DecodeResult",
     "DraftModel",
@@ -46,6 +49,7 @@ __all__ = [
     "Generation",
     "Heuristic",
     "LayerSkip",
+    "LogitBias",
     "Logprobs",
     "Lookahead",
     "ModelConfig",

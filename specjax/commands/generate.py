@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +24,7 @@ from specjax.commands.options import (
 )
 from specjax.commands.sampling import add_sampling, chosen_sampling
 from specjax.commands.traces import Plain, Trace, legend, summary, without
+from specjax.files.json_objects import read_object
 from specjax.generation.streaming import Round, stream
 from specjax.generation.text import TextStream
 
@@ -58,6 +60,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; repeatable",
     )
+    grammar = parser.add_mutually_exclusive_group().add_argument
+    grammar("--json-schema", type=Path, metavar="FILE", help="keep to the JSON schema in this file")
+    grammar("--regex", type=unicode_text, metavar="X", help="keep to a regular expression")
     add("--trace", action="store_true", help="show where each token came from")
     add(
         "--logprobs",
@@ -91,6 +96,7 @@ def _generate(options: argparse.Namespace) -> None:
         "key": jax.random.key(options.seed) if sampling else None,
         "cache_bits": options.cache_bits,
         "logprobs": options.logprobs,
+        "constraint": _constraint(options, tokenizer),
     }
     print_ = _print_one if options.samples is None else _print_samples
     keep(drafter, print_(options, params, tokenizer, settings), options.memory)
@@ -189,3 +195,13 @@ def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(options.text)
     text = tokenizer.chat([{"role": "user", "content": options.text}])
     return tokenizer.encode(text, special_tokens=False)
+
+
+def _constraint(options: argparse.Namespace, tokenizer: Tokenizer) -> specjax.Constraint | None:
+    """The grammar that the output keeps to; None where no option names one."""
+    if options.json_schema is not None:
+        schema = read_object(options.json_schema)
+        return specjax.Constraint.json_schema(schema, tokenizer)
+    if options.regex is not None:
+        return specjax.Constraint.regex(options.regex, tokenizer)
+    return None

@@ -149,6 +149,16 @@ def seed(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be {accepted}, got {shown(text)}") from None
 
 
+def read_bias(text: str) -> tuple[int, float]:
+    """A token id and its bias from "ID=X". Raises argparse.ArgumentTypeError for anything else."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        accepted = "a token id and a number, for example 17=-5"
+        raise argparse.ArgumentTypeError(f"must be {accepted}, got {shown(text)}") from None
+
+
 def unicode_text(text: str) -> str:
     """An argument that is text. Raises argparse.ArgumentTypeError if its bytes are not UTF-8."""
     try:

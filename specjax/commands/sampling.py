@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import specjax
-from specjax.commands.options import seed
+from specjax.commands.options import read_bias, seed
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -17,13 +18,24 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         ("--top-p", float, "P", "sample from the most probable tokens that reach P together"),
         ("--min-p", float, "P", "sample from tokens at least P times as probable as the first"),
         ("--repetition-penalty", float, "X", "make tokens that occurred less probable; 1: off"),
+        ("--presence-penalty", float, "X", "make tokens of the output less probable; 0: off"),
+        ("--frequency-penalty", float, "X", "the same as often as the output has them; 0: off"),
     ):
         add(name, type=type_, metavar=metavar, help=help_)
+    add(
+        "--logit-bias",
+        type=read_bias,
+        action="append",
+        metavar="ID=X",
+        help="add X, from -100 to 100, to the logit of a token id; repeatable",
+    )
     add("--seed", type=seed, default=0, metavar="N", help="seed of the random key; 0 if left out")
 
 
 def chosen_sampling(options: argparse.Namespace) -> specjax.Sampling | None:
     """How to sample; None where no option of sampling is given."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = [field.name for field in dataclasses.fields(specjax.Sampling)]
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
     return specjax.Sampling(**given) if given else None

@@ -140,6 +140,7 @@ def _state(params: Params, rows: int, cache_bits: int) -> DecodeState:
     lengths = jnp.full(rows, _CONTEXT, jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
+        prompts=jnp.full(rows, _CONTEXT, jnp.int32),
         lengths=lengths,
         limits=lengths + WIDTHS[-1],
         finished=jnp.zeros(rows, bool),

@@ -21,7 +21,8 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params, check_is_params
 from specjax.model.transformer import forward, prefill
 from specjax.speculation.drafter import Drafter
-from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
+from specjax.speculation.penalties import Earlier
+from specjax.speculation.sampling import draw, greedy, probabilities
 from specjax.speculation.state import DecodeState, Proposal, Verified
 from specjax.speculation.verification import fit_vocabulary, score
 
@@ -103,6 +104,10 @@ class LevelDrafter(ChainDrafter):
         """Whether the drafting model keeps a cache of its own."""
         return False
 
+    @property
+    def skippable(self) -> bool:
+        return not self.own_cache  # which would lack the round's tokens
+
     def model(self, params: Params) -> Params:
         """The model that drafts for `params`."""
         return params
@@ -174,7 +179,7 @@ class _Chain(NamedTuple):
     counts: jax.Array
     tokens: jax.Array
     distributions: jax.Array | None
-    seen: jax.Array | None
+    earlier: Earlier
     cache: KVCache
 
 
@@ -207,14 +212,12 @@ def draft_chain(
             drafting &= counts < wanted
         if confidence is not None:
             drafting &= probability >= confidence
-        seen, distributions = chain.seen, chain.distributions
-        if seen is not None:
-            seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+        earlier, distributions = chain.earlier.and_then(token), chain.distributions
         if distributions is not None:
             distributions = distributions.at[:, chain.drafted].set(distribution)
         tokens = chain.tokens.at[:, chain.drafted].set(token)
         return _Chain(
-            chain.drafted + 1, token, drafting, counts, tokens, distributions, seen, cache
+            chain.drafted + 1, token, drafting, counts, tokens, distributions, earlier, cache
         )
 
     def one_pass(chain: _Chain) -> _Chain:
@@ -241,12 +244,9 @@ def _begin(state: DecodeState, length: int, coupled: bool) -> _Chain:
     """The empty chain. A finished row does not draft, and keeps no other row waiting."""
     rows, _ = state.tokens.shape
     none = jnp.zeros((rows, 0), jnp.int32)
-    seen = distributions = None
-    if state.sampling is not None:
-        if not coupled:
-            distributions = jnp.zeros((rows, length, state.vocab_size))
-        if state.sampling.repetition_penalty is not None:
-            seen = seen_tokens(state.tokens, state.lengths, none, state.vocab_size)[:, 0]
+    distributions = None
+    if state.sampling is not None and not coupled:
+        distributions = jnp.zeros((rows, length, state.vocab_size))
     return _Chain(
         drafted=jnp.int32(0),
         token=state.last_tokens,
@@ -254,7 +254,7 @@ def _begin(state: DecodeState, length: int, coupled: bool) -> _Chain:
         counts=jnp.zeros(rows, jnp.int32),
         tokens=jnp.zeros((rows, length), jnp.int32),
         distributions=distributions,
-        seen=seen,
+        earlier=state.earlier(none).at(0),
         cache=state.cache,
     )
 
@@ -270,7 +270,7 @@ def _choose(
         keys = state.place_keys(jnp.broadcast_to(chain.drafted, (*logits.shape[:1], 1)))[:, 0]
     else:
         keys = jax.vmap(jax.random.fold_in, (0, None))(state.round_keys(purpose=0), chain.drafted)
-    distribution = probabilities(logits, state.sampling, chain.seen)
+    distribution = probabilities(logits, state.sampling, chain.earlier)
     token = draw(keys, distribution)
     probability = jnp.take_along_axis(distribution, token[:, None], axis=1)[:, 0]
     return token, distribution, probability

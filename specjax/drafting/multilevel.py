@@ -79,6 +79,10 @@ class MultiLevel(Drafter):
     def draft_length(self) -> int:
         return self.outer.draft_length
 
+    @property
+    def skippable(self) -> bool:
+        return self.outer.skippable and self.inner.skippable
+
     def validate(self, params: Params, positions: int) -> None:
         self.outer.validate(params, positions)
         self.inner.validate(self.outer.model(params), positions)

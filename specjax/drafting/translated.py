@@ -30,6 +30,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
 from specjax.model.params import Params
 from specjax.model.transformer import forward
+from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Proposal
 
 _LAG = 3  # tokens that the first drafting pass reads before the last one
@@ -160,7 +161,7 @@ class TranslatedDraft(ChainDrafter):
         )
         return dataclasses.replace(
             state, tokens=tokens, lengths=lengths, cache=cache, draft=None, lag=_LAG,
-            vocab_size=self.params.config.vocab_size,
+            vocab_size=self.params.config.vocab_size, sampling=_without_output(state.sampling),
         )  # fmt: skip
 
     @property
@@ -210,6 +211,18 @@ def _on_host(
         call, shapes, state.tokens, lengths, *more, vmap_method="sequential"
     )
     return arrays
+
+
+def _without_output(sampling: Sampling | None) -> Sampling | None:
+    """The sampling of a draft whose tokens have other ids, and whose output begins elsewhere.
+
+    Any distribution may draft, so this changes no output.
+    """
+    if sampling is None:
+        return None
+    return dataclasses.replace(
+        sampling, presence_penalty=None, frequency_penalty=None, logit_bias=None
+    )
 
 
 def _counts(proposal: Proposal) -> jax.Array:

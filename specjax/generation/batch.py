@@ -28,7 +28,9 @@ from specjax.generation.batch_rows import (
     run_round,
     run_rounds,
 )
+from specjax.generation.constraints import Guide
 from specjax.generation.decoding import failure
+from specjax.generation.guided import Constraints, guided_round, open_guides
 from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
@@ -53,7 +55,7 @@ class Completion:
     stats: counts, int32[] each.
     levels: counts of the levels that drafted; see `DecodeResult`.
     error: why the prompt was refused, or why its output ended early: the model's next logits were
-        NaN or infinite. None: neither.
+        NaN or infinite, or its grammar could not be followed. None: neither.
     logprobs: log-probabilities of the new tokens; None: not asked for, or the prompt was refused.
     """
 
@@ -86,6 +88,7 @@ class Batch:
         self.job, self.prefixes, self._rows = job, prefixes, rows
         self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Waiting] = {}
+        self._guides: dict[int, Guide] = {}
         self.state = empty_rows(job, rows, like)
         self.echoed: dict[int, Logprobs] = {}
         self._coming: PromptReading | None = None
@@ -112,29 +115,45 @@ class Batch:
                 row = next(row for row in range(self._rows) if row not in self.running)
                 self.state = admit(self.job, self.state, self._coming, row)
                 self._echo(self._coming)
-                self.running[row], self._coming = self._coming.prompt, None
+                prompt, self._coming = self._coming.prompt, None
+                self.running[row] = prompt
+                if prompt.guide is not None:
+                    self._guides[row] = prompt.guide.copy()
 
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
         params, request = self.job.params, self.job.request
+        if self._guides:
+            self.step()
+            return 1
         return int(self._advance(lambda state: run_rounds(params, request, state, np.int32(limit))))
 
     def step(self) -> Gained:
         """Runs one round. Returns what all rows gained."""
         params, request = self.job.params, self.job.request
-        gained: Gained = self._advance(
-            lambda state: run_round(params, state, request.drafter, request.activation)
-        )
-        return gained
+
+        def one(state: DecodeState) -> tuple[DecodeState, Gained]:
+            if self._guides:
+                state, verified = guided_round(params, request, state, self._guides)
+                return state, Gained.of(verified)
+            after: tuple[DecodeState, Gained] = run_round(
+                params, state, request.drafter, request.activation, request.constrained
+            )
+            return after
+
+        return self._advance(one)
 
     def finished(self) -> list[int]:
-        """The rows whose prompts are finished."""
+        """The rows whose prompts are finished, or cannot go on."""
         finished = np.asarray(readable(self.state.finished, self.job.params.mesh))
-        return [row for row in self.running if finished[row]]
+        return [row for row in self.running if finished[row] or self._error(row)]
 
     def take(self, row: int, end: int | None = None) -> Completion:
         """Frees a row. Returns what it holds, or its first `end` tokens."""
         completion = completed(self.job.params, self.job.request, self.state, row, end)
+        error = self._error(row)
+        if error is not None:
+            completion = dataclasses.replace(completion, error=error)
         self._free(row)
         return completion
 
@@ -155,9 +174,10 @@ class Batch:
                 int(np.asarray(state.cache.lengths)[row]),
             )
             self.prefixes.keep_row(state.cache, row, tokens[:cached])
-        if row not in self.finished():
+        if row not in self.finished() or self._error(row) is not None:
             self.state = end_row(self.state, np.int32(row), self.job.params.mesh)
         del self.running[row]
+        self._guides.pop(row, None)
 
     def _open(self, prompt: Waiting) -> PromptReading:
         """Begins to read a prompt, behind what another prompt had in common with it."""
@@ -198,6 +218,10 @@ class Batch:
         self.state = dataclasses.replace(after, **aside)
         return result
 
+    def _error(self, row: int) -> str | None:
+        """Why the row's grammar cannot be followed any further; None: it can, or there is none."""
+        return self._guides[row].error if row in self._guides else None
+
 
 def open_batch(
     params: Params,
@@ -205,6 +229,7 @@ def open_batch(
     prompts: Iterable[Sequence[int]],
     rows: int,
     key: jax.Array | None,
+    constraint: Constraints = None,
 ) -> tuple[Batch | None, dict[int, Completion]]:
     """Checks the arguments and the prompts, as `decode_many` has them.
 
@@ -219,6 +244,7 @@ def open_batch(
     new = request.max_new_tokens
     keys = row_keys(request.sampling, key, len(listed))
     sampling = jax.tree.map(np.asarray, row_sampling(request.sampling, len(listed)))
+    guides = open_guides(params, request, constraint, len(listed))
     if not accepted:
         return None, refused
     width = max(len(tokens) for tokens in accepted.values())
@@ -228,7 +254,9 @@ def open_batch(
     request, width = widened(params, request, width, rows)
     job = Job(params, dataclasses.replace(request, sampling=None), width)
     waiting = [
-        Waiting(number, tokens, len(tokens) + new, *_of_prompt((keys, sampling), number))
+        Waiting(
+            number, tokens, len(tokens) + new, *_of_prompt((keys, sampling), number), guides[number]
+        )
         for number, tokens in accepted.items()
     ]
     shared = params.mesh is None and begin_alike(accepted.values())

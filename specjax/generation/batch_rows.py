@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.activations import Activation
 from pallas_kernels.cache_entries import Entries
 from pallas_kernels.settings import own_settings
+from specjax.generation.constraints import Guide
 from specjax.generation.decoding import begin, empty_cache
 from specjax.generation.request import Request
 from specjax.generation.rows import Rows
@@ -31,7 +32,7 @@ from specjax.speculation.drafter import Drafter
 from specjax.speculation.logprobs import Logprobs, score_emitted
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState
+from specjax.speculation.state import DecodeState, Verified
 
 CHUNK = 64  # prompt tokens per pass
 
@@ -54,6 +55,7 @@ class Waiting(NamedTuple):
     limit: the length at which it ends.
     key: [1], or None where all prompts are decoded greedily.
     sampling: in arrays [1], or None where all are decoded greedily.
+    guide: of the grammar that its output keeps to; None: it is free.
     draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
     scores: False where nobody asks for its log-probabilities.
     echoes: whether the log-probabilities of its own tokens are asked for as well.
@@ -64,6 +66,7 @@ class Waiting(NamedTuple):
     limit: int
     key: jax.Array | None
     sampling: Sampling | None
+    guide: Guide | None = None
     draws: bool = True
     scores: bool = True
     echoes: bool = False
@@ -86,6 +89,13 @@ class Gained(NamedTuple):
     counts: jax.Array
     nodes: jax.Array | None
     logprobs: Logprobs | None
+
+    @classmethod
+    def of(cls, verified: Verified) -> Gained:
+        return cls(
+            verified.proposed, verified.drafted, verified.accepted, verified.emitted,
+            verified.count, verified.nodes, verified.logprobs,
+        )  # fmt: skip
 
 
 class PromptReading(NamedTuple):
@@ -225,17 +235,18 @@ def end_row(state: DecodeState, row: jax.Array, mesh: Mesh | None) -> DecodeStat
     return on_mesh(end, mesh, (row,), (state,), out=row_specs(state))
 
 
-@partial(jax.jit, static_argnames="activation", donate_argnames="state")
+@partial(jax.jit, static_argnames=("activation", "matched"), donate_argnames="state")
 @own_settings()
 def run_round(
-    params: Params, state: DecodeState, drafter: Drafter, activation: Activation
+    params: Params,
+    state: DecodeState,
+    drafter: Drafter,
+    activation: Activation,
+    matched: bool = False,
 ) -> tuple[DecodeState, Gained]:
     """Runs one round, and returns what it gained without the logits: they are large."""
-    state, all_ = step(params, state, drafter, activation)
-    return state, Gained(
-        all_.proposed, all_.drafted, all_.accepted, all_.emitted, all_.count, all_.nodes,
-        all_.logprobs,
-    )  # fmt: skip
+    state, verified = step(params, state, drafter, activation, matched=matched)
+    return state, Gained.of(verified)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -257,7 +268,9 @@ def run_rounds(
             return (carry[1] < limit) & same
 
         def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            state, _ = step(params, carry[0], request.drafter, request.activation)
+            state, _ = step(
+                params, carry[0], request.drafter, request.activation, matched=request.constrained
+            )
             return state, carry[1] + 1
 
         return lax.while_loop(more, one, (state, jnp.int32(0)))
@@ -286,7 +299,9 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
     def state() -> DecodeState:
         ones = jnp.ones(rows, jnp.int32)
         blanks = jax.tree.map(blank, one)
-        sampling = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), prompt.sampling)
+        sampling = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (rows, *leaf.shape[1:])), prompt.sampling
+        )
         shared = jax.tree.map(jnp.copy, job.request.drafter.shared())  # rounds donate the state
         finished: DecodeState = dataclasses.replace(
             blanks, lengths=ones, finished=ones > 0, sampling=sampling, shared=shared

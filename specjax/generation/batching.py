@@ -20,6 +20,7 @@ import numpy as np
 
 from pallas_kernels.activations import Activation
 from specjax.generation.batch import Batch, Completion, open_batch
+from specjax.generation.guided import Constraints
 from specjax.generation.request import Options, Request
 from specjax.model.parallel import readable
 from specjax.model.params import Params
@@ -65,6 +66,7 @@ def decode_many(
     cache_bits: int = 16,
     activation: Activation = "a16",
     logprobs: int | None = None,
+    constraint: Constraints = None,
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Completion]:
@@ -87,6 +89,8 @@ def decode_many(
         comparison: their output is what QSpec would draft without verification.
       logprobs: k: return the log-probability of every new token, and the k most probable tokens at
         each place with theirs; None: return none. See `Logprobs`.
+      constraint: a grammar that the outputs keep to, or one or None per prompt; None: they are
+        free. See `Constraint`.
       stop_when: called after every round with the number of a prompt and its output so far, token
         ids. True ends the output with the first token for which it is true; once true, it must
         stay true. `specjax.generation.text.StopStrings` makes one from texts.
@@ -101,8 +105,8 @@ def decode_many(
     finished = complete(
         params, prompts, rows=rows, max_new_tokens=max_new_tokens, drafter=drafter,
         sampling=sampling, key=key, stop_tokens=stop_tokens, cache_capacity=cache_capacity,
-        cache_bits=cache_bits, activation=activation, logprobs=logprobs, stop_when=stop_when,
-        progress=progress,
+        cache_bits=cache_bits, activation=activation, logprobs=logprobs, constraint=constraint,
+        stop_when=stop_when, progress=progress,
     )  # fmt: skip
     return [completion for _, completion in sorted(finished, key=itemgetter(0))]
 
@@ -113,16 +117,18 @@ def complete(
     *,
     rows: int = 8,
     key: jax.Array | None = None,
+    constraint: Constraints = None,
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
     **options: Unpack[Options],
 ) -> Iterator[tuple[int, Completion]]:
     """`decode_many` as an iterator: yields each prompt's number and `Completion` once it is
     finished."""
-    request = Request.make(params, **options)
+    request = Request.make(params, **options, constrained=constraint is not None)
     yield from complete_request(
-        params, request, prompts, rows=rows, key=key, stop_when=stop_when, progress=progress
-    )
+        params, request, prompts, rows=rows, key=key, constraint=constraint, stop_when=stop_when,
+        progress=progress,
+    )  # fmt: skip
 
 
 def complete_request(
@@ -132,11 +138,12 @@ def complete_request(
     *,
     rows: int,
     key: jax.Array | None = None,
+    constraint: Constraints = None,
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
     """`complete` with its options already made into a request."""
-    batch, refused = open_batch(params, request, prompts, rows, key)
+    batch, refused = open_batch(params, request, prompts, rows, key, constraint)
     yield from refused.items()
     if batch is not None:
         yield from _serve(batch, len(refused), stop_when, progress)

@@ -225,6 +225,7 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
             ((0, 0), (0, request.max_new_tokens)),
             constant_values=pad_id,
         ),
+        prompts=jnp.copy(lengths),  # rounds donate the state
         lengths=lengths,
         limits=limits,
         finished=jnp.zeros(count, bool),

@@ -13,6 +13,8 @@ import numpy as np
 from specjax.checks import check_integer, shown
 from specjax.generation.batch import Completion, refusal
 from specjax.generation.batching import complete_request
+from specjax.generation.constraints import Constraint
+from specjax.generation.guided import Constraints, constraint_of_each
 from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.generation.text import ChatTokenizer, StopStrings, Tokenizer, cut, output_text
 from specjax.model.params import Params
@@ -33,12 +35,12 @@ class Generation:
     text: the new text, without a stop token; it ends before the first of the stop texts.
     tokens: int32[n], the new tokens as `decode` gives them: a stop token is among them, and so are
         the tokens up to the one that completed a stop text. int32[0] where the prompt was refused.
-    finish: "stop": a stop token or a stop text ended the output; "length": max_new_tokens did;
-        "error": see `error`.
+    finish: "stop": a stop token or a stop text ended the output; "length": max_new_tokens did, and
+        what keeps to a grammar may be incomplete; "error": see `error`.
     stats: counts, int32[] each.
     logprobs: log-probabilities of `tokens`; None: not asked for, or the prompt was refused.
     error: why the prompt was refused, or why the output ended early: the model's next logits were
-        NaN or infinite. None: neither.
+        NaN or infinite, or its grammar could not be followed. None: neither.
     """
 
     text: str
@@ -59,6 +61,7 @@ class _Options(TypedDict, total=False):
     stop: Sequence[str]
     stop_tokens: Sequence[int] | None
     logprobs: int | None
+    constraint: Constraints
     rows: int
     cache_bits: int
 
@@ -104,6 +107,7 @@ def generate(
     stop: Sequence[str] = (),
     stop_tokens: Sequence[int] | None = None,
     logprobs: int | None = None,
+    constraint: Constraints = None,
     rows: int = 8,
     cache_bits: int = 16,
 ) -> Any:
@@ -127,6 +131,8 @@ def generate(
       stop_tokens: tokens that end an output; None: the model's own; () for none.
       logprobs: k: add the log-probability of every new token, and the k most probable tokens at
         each place with theirs; None: add none. See `Logprobs`.
+      constraint: a grammar that the outputs keep to, or one or None per prompt; None: they are
+        free. See `Constraint`.
       rows: outputs decoded at a time; under a mesh a multiple of its data axis.
       cache_bits: bits per cache entry: 16, 8 or 4.
 
@@ -141,9 +147,13 @@ def generate(
     request = Request.make(
         params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
         stop_tokens=stop_tokens, cache_bits=cache_bits, logprobs=logprobs,
+        constrained=constraint is not None,
     )  # fmt: skip
     prompts, one = _listed(texts)
-    asked = _Asked(tokenizer, prompts, _check_samples(samples, sampling), _check_stop(stop))
+    asked = _Asked(
+        tokenizer, prompts, _check_samples(samples, sampling), _check_stop(stop),
+        constraint_of_each(constraint, len(prompts)),
+    )  # fmt: skip
     drawn = row_keys(sampling, key, len(prompts)), row_sampling(sampling, len(prompts))
     answers = _answer(params, request, asked, drawn, rows)
     if one and (error := next((each.error for each in answers[0] if each.error), None)):
@@ -159,6 +169,7 @@ class _Asked(NamedTuple):
     prompts: list[Any]
     samples: int | None
     stop: tuple[str, ...]
+    constraints: Sequence[Constraint | None]
 
 
 def _answer(
@@ -179,8 +190,9 @@ def _answer(
     if places:
         keys, sampling = _of_places(drawn, places, asked.samples)
         request = dataclasses.replace(request, sampling=sampling)
+        constraints = [asked.constraints[number] for number, _ in places]
         for index, completion in complete_request(
-            params, request, ids, rows=rows, key=keys, stop_when=stop_when
+            params, request, ids, rows=rows, key=keys, constraint=constraints, stop_when=stop_when
         ):
             found[places[index]] = _generation(asked, request, ids[index], completion)
     return [

@@ -25,7 +25,10 @@ from specjax.model.parallel import check_drafter
 from specjax.model.params import Params, check_is_params
 from specjax.model.room import check_cache
 from specjax.speculation.drafter import Drafter, check_is_drafter
+from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
+
+MOST_FORCED = 15  # tokens of a grammar that a round drafts
 
 
 class Options(TypedDict, total=False):
@@ -55,6 +58,8 @@ class Request:
     activation: activation precision of the target.
     logprobs: how many of the most probable tokens to record at each place; None: not even the
         log-probabilities of the new tokens.
+    constrained: whether rows may have to keep to a grammar. Drafts of all rows are then matched
+        (`rounds.step`), so that no row depends on the grammars of others.
     """
 
     drafter: Drafter
@@ -65,6 +70,7 @@ class Request:
     cache_bits: int = jax.tree.static()
     activation: Activation = jax.tree.static()
     logprobs: int | None = jax.tree.static()
+    constrained: bool = jax.tree.static(default=False)
 
     @classmethod
     def make(
@@ -79,6 +85,7 @@ class Request:
         cache_bits: int = 16,
         activation: Activation = "a16",
         logprobs: int | None = None,
+        constrained: bool = False,
     ) -> Request:
         """Checks the options against the model. Arguments as in `specjax.decode`.
 
@@ -87,6 +94,8 @@ class Request:
         """
         drafter = Auto() if drafter is None else drafter
         _check_types(params, drafter, sampling)
+        if sampling is not None and isinstance(sampling.logit_bias, LogitBias):
+            sampling.logit_bias.check_vocabulary(params.config.vocab_size)
         check_drafter(params, drafter)
         check_activation(activation)
         cache_bits = check_integer("cache_bits", cache_bits)
@@ -102,13 +111,13 @@ class Request:
             cache_bits=cache_bits,
             activation=activation,
             logprobs=check_logprobs(logprobs, params.config),
+            constrained=constrained,
         )
 
     def slots(self, config: ModelConfig, width: int) -> int:
         """KV slots per row for prompts of `width` tokens. Raises ValueError if they do not fit."""
-        return check_limits(
-            config, width, self.max_new_tokens, self.drafter.draft_length, self.cache_capacity
-        )
+        longest = max(self.drafter.draft_length, MOST_FORCED if self.constrained else 0)
+        return check_limits(config, width, self.max_new_tokens, longest, self.cache_capacity)
 
     def for_width(self, params: Params, width: int, rows: int) -> Request:
         """The request for `rows` prompts of up to `width` tokens: `cache_capacity` is a number.

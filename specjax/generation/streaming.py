@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 from specjax.files.kept_programs import kept
 from specjax.generation.batch import Batch, Completion, completed, open_batch
 from specjax.generation.batch_rows import Gained, run_round
+from specjax.generation.constraints import Constraint, Guide
 from specjax.generation.decoding import start_request
+from specjax.generation.guided import Constraints, guided_round, open_guides
 from specjax.generation.prompts import check_ids
 from specjax.generation.request import Request
 from specjax.model.parallel import readable
@@ -58,6 +60,7 @@ def stream(
     stop_tokens: Sequence[int] | None = None,
     cache_bits: int = 16,
     logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[Round]:
     """Decodes one prompt and yields every round as soon as it is verified.
 
@@ -75,18 +78,23 @@ def stream(
       cache_bits: bits per cache entry: 16, 8 or 4.
       logprobs: k: add the log-probability of every token, and the k most probable tokens at each
         place with theirs; None: add none. See `Logprobs`.
+      constraint: a grammar that the output keeps to; None: it is free. See `Constraint`.
 
     Returns:
       The rounds.
 
     Raises:
-      ValueError: as `specjax.decode` does; in a round, the model's logits are NaN or infinite.
+      ValueError: as `specjax.decode` does; in a round, the model's logits are NaN or infinite,
+        or the grammar cannot be followed.
     """
     request = Request.make(
         params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
         stop_tokens=stop_tokens, cache_bits=cache_bits, logprobs=logprobs,
+        constrained=constraint is not None,
     )  # fmt: skip
-    return _stream_one(params, request, start_request(params, request, check_ids(prompt), key))
+    (guide,) = open_guides(params, request, constraint, 1)
+    state = start_request(params, request, check_ids(prompt), key)
+    return _stream_one(params, request, state, guide)
 
 
 def stream_many(
@@ -101,6 +109,7 @@ def stream_many(
     stop_tokens: Sequence[int] | None = None,
     cache_bits: int = 16,
     logprobs: int | None = None,
+    constraint: Constraints = None,
 ) -> Iterator[tuple[int, Round]]:
     """Decodes any number of prompts and yields every round as soon as it is verified.
 
@@ -121,6 +130,8 @@ def stream_many(
       cache_bits: bits per cache entry: 16, 8 or 4.
       logprobs: k: add the log-probability of every token, and the k most probable tokens at each
         place with theirs; None: add none. See `Logprobs`.
+      constraint: a grammar that the outputs keep to, or one or None per prompt; None: they are
+        free. See `Constraint`.
 
     Returns:
       Pairs of a prompt's number and its next round. The last round of each prompt has its
@@ -132,18 +143,26 @@ def stream_many(
     request = Request.make(
         params, max_new_tokens=max_new_tokens, drafter=drafter, sampling=sampling,
         stop_tokens=stop_tokens, cache_bits=cache_bits, logprobs=logprobs,
+        constrained=constraint is not None,
     )  # fmt: skip
-    return _stream_batch(*open_batch(params, request, prompts, rows, key))
+    return _stream_batch(*open_batch(params, request, prompts, rows, key, constraint))
 
 
-def _stream_one(params: Params, request: Request, state: DecodeState) -> Iterator[Round]:
+def _stream_one(
+    params: Params, request: Request, state: DecodeState, guide: Guide | None
+) -> Iterator[Round]:
     """Runs a state of one row to its end. The given state is donated."""
-    completion = None
+    completion, error = None, None
     run = kept(run_round, params, state, request.drafter, activation=request.activation)
     while completion is None:
-        state, gained = run(params, state, request.drafter)
-        if state.finished[0]:
+        if guide is None:
+            state, gained = run(params, state, request.drafter)
+        else:
+            state, verified = guided_round(params, request, state, {0: guide})
+            gained, error = Gained.of(verified), guide.error
+        if state.finished[0] or error is not None:
             completion = completed(params, request, state, 0)
+            completion = dataclasses.replace(completion, error=error or completion.error)
         yield dataclasses.replace(_rounds(gained, params.mesh)[0], completion=completion)
     if completion.error is not None:
         raise ValueError(completion.error)

@@ -105,8 +105,9 @@ class Ask:
         sampling = _arrays(self.sampling or Sampling(top_k=1))
         draws = self.sampling is not None
         return Waiting(
-            number, self.tokens, limit, self.key(), sampling, draws, self.scored, self.echoed
-        )
+            number, self.tokens, limit, self.key(), sampling, draws=draws, scores=self.scored,
+            echoes=self.echoed,
+        )  # fmt: skip
 
     def end(self, output: list[int], new: int) -> int | None:
         """Where the output ends: the number of tokens up to the first of the last `new` ones that

@@ -35,6 +35,11 @@ class Drafter(abc.ABC):
         def draft_length(self) -> int:
             """The most tokens proposed per round, N."""
 
+    @property
+    def skippable(self) -> bool:
+        """Whether a round may pass with another proposal, without `propose` and `observe`."""
+        return True
+
     def validate(self, params: Params, positions: int) -> None:  # noqa: B027 - nothing to refuse
         """Checks that the drafter can draft for a model.
 

@@ -18,11 +18,11 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, on_mesh, row_specs
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
-from specjax.speculation.state import DecodeState, Stats, Verified
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 from specjax.speculation.verification import verify
 
 
-@partial(jax.jit, static_argnames=("activation", "layers"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("activation", "layers", "matched"), donate_argnames="state")
 @own_settings()
 def step(
     params: Params,
@@ -30,16 +30,60 @@ def step(
     drafter: Drafter,
     activation: Activation = "a16",
     layers: tuple[int, ...] | None = None,
+    matched: bool = False,
 ) -> tuple[DecodeState, Verified]:
     """Runs one round. The given state is donated: do not use it afterwards.
 
     activation, layers: of the verifying pass. A level that only drafts for another level may be
     less precise than the target.
+    matched: keep a draft where it is the token that plain decoding draws, however it was chosen.
     """
     return on_mesh(
-        partial(_step, activation=activation, layers=layers),
+        partial(_step, activation=activation, layers=layers, matched=matched),
         params.mesh, (params, drafter), (state,), out=(row_specs(state), ROWS),
     )  # fmt: skip
+
+
+@partial(jax.jit, donate_argnames="state")
+@own_settings()
+def propose(params: Params, state: DecodeState, drafter: Drafter) -> tuple[Proposal, DecodeState]:
+    """The first half of a round whose drafts the host reads before `conclude` verifies them.
+
+    Drafts are matched. The given state is donated.
+    """
+    return on_mesh(
+        partial(_propose, matched=True),
+        params.mesh, (params, drafter), (state,), out=(ROWS, row_specs(state)),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("activation", "observed"), donate_argnames="state")
+@own_settings()
+def conclude(
+    params: Params,
+    state: DecodeState,
+    drafter: Drafter,
+    proposal: Proposal,
+    activation: Activation = "a16",
+    observed: bool = True,
+) -> tuple[DecodeState, Verified]:
+    """The second half of a round. The given state is donated.
+
+    observed: whether the drafter made the proposal, and learns from the verdict.
+
+    Returns the state, and the verdict without logits and distributions, which only drafters read.
+    """
+
+    def conclusion(
+        params: Params, drafter: Drafter, state: DecodeState, proposal: Proposal
+    ) -> tuple[DecodeState, Verified]:
+        after = _conclude(params, drafter, state, proposal, activation, None, observed)
+        none = after[1].logits[..., :0]
+        return after[0], dataclasses.replace(after[1], logits=none, distributions=None)
+
+    return on_mesh(
+        conclusion, params.mesh, (params, drafter), (state, proposal), out=(row_specs(state), ROWS)
+    )
 
 
 def _step(
@@ -48,9 +92,31 @@ def _step(
     state: DecodeState,
     activation: Activation,
     layers: tuple[int, ...] | None,
+    matched: bool,
 ) -> tuple[DecodeState, Verified]:
     """Runs `step` on the rows of one device."""
+    proposal, state = _propose(params, drafter, state, matched)
+    return _conclude(params, drafter, state, proposal, activation, layers)
+
+
+def _propose(
+    params: Params, drafter: Drafter, state: DecodeState, matched: bool
+) -> tuple[Proposal, DecodeState]:
+    """Drafts, on the rows of one device."""
     proposal, state = drafter.propose(params, state)
+    return dataclasses.replace(proposal, distributions=None) if matched else proposal, state
+
+
+def _conclude(
+    params: Params,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    activation: Activation,
+    layers: tuple[int, ...] | None,
+    observed: bool = True,
+) -> tuple[DecodeState, Verified]:
+    """Verifies, accepts and commits, on the rows of one device."""
     verified, cache = verify(params, state, proposal, activation, layers)
     count, stopped, failed = _count(state, verified)
     verified = dataclasses.replace(verified, count=count)
@@ -61,8 +127,7 @@ def _step(
     logprobs = state.logprobs
     if logprobs is not None:
         assert verified.logprobs is not None
-        prompts = state.lengths - state.stats.generated
-        logprobs = logprobs.put(slots - prompts[:, None], verified.logprobs)
+        logprobs = logprobs.put(slots - state.prompts[:, None], verified.logprobs)
     tokens = state.tokens.at[rows, slots].set(verified.emitted, mode="drop")
     state = dataclasses.replace(
         state,
@@ -71,7 +136,7 @@ def _step(
         finished=state.finished | stopped | failed | (lengths >= state.limits),
         failed=state.failed | failed,
         cache=_line_up(cache, state, verified).with_lengths(lengths - 1),
-        draft=drafter.observe(state.draft, verified),
+        draft=drafter.observe(state.draft, verified) if observed else state.draft,
         stats=_count_round(state, verified),
         logprobs=logprobs,
         shared=drafter.learn(state.shared, tokens, state.lengths, lengths),

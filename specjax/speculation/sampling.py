@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Float32, Int32, Key
 
 from pallas_kernels.row_sums import row_max, row_sum, running_sums
 from specjax.checks import check_integer, check_number
+from specjax.speculation.penalties import (
+    NOTHING,
+    Earlier,
+    LogitBias,
+    beside,
+    penalize,
+    read_logit_bias,
+)
 
 BLOCK = 128  # tokens; divides the vocabularies of nearly all models
 _INFINITY = 0x7F800000  # its bits
@@ -26,7 +34,8 @@ Value = float | jax.Array | np.ndarray  # a number, or one per row
 class Sampling:
     """Draws the next token. Decoding without one is greedy.
 
-    Applied in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p.
+    Applied in this order: bias, repetition penalty, presence and frequency penalty, temperature,
+    top-k, top-p, min-p. With top_k=1, biases and penalties change greedy decoding.
 
     Each field is a number, or an array [B] with one number per row. It is a leaf of a pytree: other
     numbers do not compile a program anew, and a field may be traced. A field that is None is left
@@ -38,8 +47,13 @@ class Sampling:
     min_p: keep the tokens at least min_p times as probable as the most probable one; None keeps
         all.
     repetition_penalty: divides the positive logits, and multiplies the negative logits, of tokens
-        that are already in the prompt or the output (Keskar et al. 2019); None: no penalty. With
-        top_k=1 it penalizes greedy decoding.
+        that are already in the prompt or the output (Keskar et al. 2019); None: no penalty.
+    presence_penalty: is subtracted from the logits of tokens that are already in the output; the
+        prompt does not count; in [-2, 2]; None: no penalty. OpenAI defines it so.
+    frequency_penalty: is subtracted from them as often as the output holds each; in [-2, 2]; None:
+        no penalty.
+    logit_bias: is added to the logits: a mapping of token ids to numbers in [-100, 100], a list
+        with one mapping per row, or a `LogitBias`; None: no bias.
 
     Raises ValueError where a field is out of its range. A traced field is not checked.
     """
@@ -49,6 +63,9 @@ class Sampling:
     top_p: Value | None = None
     min_p: Value | None = None
     repetition_penalty: Value | None = None
+    presence_penalty: Value | None = None
+    frequency_penalty: Value | None = None
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | LogitBias | None = None
 
     def __post_init__(self) -> None:
         for name, (accepts, accepted) in _RANGES.items():
@@ -60,6 +77,7 @@ class Sampling:
                 hint = "; leave `sampling` out to decode greedily" if name == "temperature" else ""
                 raise ValueError(f"{name} must be {accepted}, got {value}{hint}")
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "logit_bias", read_logit_bias(self.logit_bias))
 
     def per_row(self, rows: int) -> Sampling:
         """The same with arrays [B] as fields, without numbers that change nothing.
@@ -68,18 +86,20 @@ class Sampling:
         """
 
         def spread(path: Any, value: Any) -> jax.Array:
-            (field,) = path
-            if np.shape(value) not in ((), (rows,)):
+            field, *inner = path
+            listed = np.shape(value)[-1:] if inner else ()  # of a bias, one list per row
+            if np.shape(value) not in (listed, (rows, *listed)):
+                one = "mapping" if inner else "number"
                 raise ValueError(
-                    f"{field.name} must be one number or one per row, shape ({rows},), "
-                    f"got shape {np.shape(value)}"
+                    f"{field.name} must be one {one} or one per row, shape ({rows},), "
+                    f"got shape {np.shape(value)[: 1 if inner else None]}"
                 )
             dtype = jnp.float32
-            if field.name == "top_k":
+            if field.name == "top_k" or "ids" in (key.name for key in inner):
                 dtype = jnp.int32
                 if not isinstance(value, jax.Array):
                     value = np.minimum(value, np.iinfo(dtype).max)
-            return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+            return jnp.broadcast_to(jnp.asarray(value, dtype), (rows, *listed))
 
         given = ((name, getattr(self, name), idle) for name, idle in _IDLE.items())
         left_out: dict[str, Any] = {
@@ -91,24 +111,30 @@ class Sampling:
         return fields
 
 
-_IDLE = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_IDLE = {
+    "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # fmt: skip
 _RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "temperature": (lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6]"),
     "top_k": (lambda x: x >= 1, "at least 1 or None"),
     "top_p": (lambda x: (x > 0) & (x <= 1), "in (0, 1] or None"),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "in [0, 1] or None"),
     "repetition_penalty": (lambda x: (x >= 1e-6) & (x <= 1e6), "in [1e-6, 1e6] or None"),
+    "presence_penalty": (lambda x: (x >= -2) & (x <= 2), "in [-2, 2] or None"),
+    "frequency_penalty": (lambda x: (x >= -2) & (x <= 2), "in [-2, 2] or None"),
 }
+_FIELDS = (*_RANGES, "logit_bias")
 
 
 def _children(sampling: Sampling) -> tuple[tuple[Any, Any], ...]:
-    return tuple((jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _RANGES)
+    return tuple((jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _FIELDS)
 
 
 def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
     """Checks nothing: JAX puts placeholders into a tree, and values that a check would wait for."""
     sampling = object.__new__(Sampling)
-    for name, leaf in zip(_RANGES, leaves, strict=True):
+    for name, leaf in zip(_FIELDS, leaves, strict=True):
         object.__setattr__(sampling, name, leaf)
     return sampling
 
@@ -146,32 +172,23 @@ def greedy(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
 
 
 def probabilities(
-    logits: Float32[Array, "*B V"], sampling: Sampling, seen: Bool[Array, "*B V"] | None = None
+    logits: Float32[Array, "*B V"], sampling: Sampling, earlier: Earlier = NOTHING
 ) -> Float32[Array, "*B V"]:
     """Returns the distribution that `sampling` draws from. f32[..., V] -> f32[..., V], sums of 1.
 
     sampling: numbers, or arrays of the logits' first axis.
-    seen: bool[..., V], the tokens that a repetition penalty applies to; needed if there is one.
+    earlier: the tokens that its penalties apply to.
     """
-
-    def each(value: Value | None) -> jax.Array:
-        """A field's values beside the logits of their rows."""
-        values = jnp.asarray(value, jnp.float32)
-        return values.reshape(*values.shape, *(1,) * (logits.ndim - values.ndim))
-
-    if sampling.repetition_penalty is not None:
-        assert seen is not None
-        penalty = each(sampling.repetition_penalty)
-        logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+    logits = penalize(logits, sampling, earlier)
     # The maximum goes first, so that it is exactly 0 however small the temperature.
-    logits = (logits - row_max(logits)) / each(sampling.temperature)
+    logits = (logits - row_max(logits)) / beside(sampling.temperature, logits)
     if sampling.top_k is not None:
-        logits = _keep(logits, jnp.ones_like(logits), each(sampling.top_k))
+        logits = _keep(logits, jnp.ones_like(logits), beside(sampling.top_k, logits))
     if sampling.top_p is not None:  # rounded probabilities may sum to 1 before the last token
-        top_p = each(sampling.top_p)
+        top_p = beside(sampling.top_p, logits)
         logits = _keep(logits, _softmax(logits), jnp.where(top_p < 1, top_p, jnp.inf))
     if sampling.min_p is not None:  # the most probable token has exp(0) = 1
-        logits = jnp.where(jnp.exp(logits) < each(sampling.min_p), -jnp.inf, logits)
+        logits = jnp.where(jnp.exp(logits) < beside(sampling.min_p, logits), -jnp.inf, logits)
     return _softmax(logits)
 
 
@@ -179,40 +196,6 @@ def _softmax(logits: jax.Array) -> jax.Array:
     """Normalizes the exponentials of logits whose largest is 0. f32[..., V] -> f32[..., V]."""
     weights = jnp.exp(logits)
     return weights / row_sum(weights)
-
-
-def seen_tokens(
-    tokens: Int32[Array, "B W"],
-    lengths: Int32[Array, " B"],
-    following: Int32[Array, "B N"],
-    vocab_size: int,
-    ancestors: Int32[Array, "B N depth"] | None = None,
-) -> Bool[Array, "B N+1 {vocab_size}"]:
-    """Returns which tokens a row holds before each of its next places.
-
-    Args:
-      tokens: int32[B, W]; the first lengths: int32[B] of them are the row's.
-      following: int32[B, N], the drafts that follow them.
-      ancestors: int32[B, N, D], for a tree: the drafts on the path to each, padded with -1.
-
-    Returns:
-      bool[B, N + 1, V].
-    """
-    rows, width = tokens.shape
-    valid = jnp.where(jnp.arange(width) < lengths[:, None], tokens, vocab_size)  # the rest drops
-    before = jnp.zeros((rows, vocab_size), bool)
-    before = before.at[jnp.arange(rows)[:, None], valid].set(True, mode="drop")
-    if ancestors is not None:
-        path = jnp.take_along_axis(following[:, None], jnp.maximum(ancestors, 0), axis=2)
-        path = jnp.where(ancestors >= 0, path, vocab_size)
-        b, n, _ = ancestors.shape
-        seen = jnp.broadcast_to(before[:, None], (b, n + 1, vocab_size))
-        place = jnp.arange(b)[:, None, None], jnp.arange(1, n + 1)[:, None], path
-        return seen.at[place].set(True, mode="drop")
-    drafted = jax.nn.one_hot(following, vocab_size, dtype=jnp.bool_)
-    seen = jnp.concatenate((before[:, None], drafted), axis=1)
-    array: jax.Array = lax.associative_scan(jnp.logical_or, seen, axis=1)
-    return array
 
 
 def _keep(logits: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:

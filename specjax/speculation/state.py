@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from specjax.model.kv_cache import KVCache
 from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.penalties import NOTHING, Earlier, count_tokens
 from specjax.speculation.sampling import Sampling
 
 _PLACES = 2**31 - 2  # no round's number
@@ -66,6 +67,7 @@ class DecodeState:
     it has read neither the last of them nor the token that the target added.
 
     tokens: int32[B, W], prompt and output, padded.
+    prompts: int32[B], tokens of the prompt, the first ones.
     lengths: int32[B], valid tokens.
     limits: int32[B], lengths at which rows end.
     finished: bool[B]; such a row changes no more.
@@ -84,6 +86,7 @@ class DecodeState:
     """
 
     tokens: jax.Array
+    prompts: jax.Array
     lengths: jax.Array
     limits: jax.Array
     finished: jax.Array
@@ -104,6 +107,22 @@ class DecodeState:
     def last_tokens(self) -> jax.Array:
         """The newest token of each row, int32[B]."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
+
+    def earlier(self, following: jax.Array, ancestors: jax.Array | None = None) -> Earlier:
+        """Returns the tokens that penalties ask for, before each of a row's next places.
+
+        following, ancestors: the drafts there, as `count_tokens` has them.
+        """
+        asked = self.sampling
+        if asked is None:
+            return NOTHING
+        both = (self.lengths, following, self.vocab_size, ancestors)
+        seen = counts = None
+        if asked.repetition_penalty is not None:
+            seen = count_tokens(self.tokens, jnp.zeros_like(self.prompts), *both) > 0
+        if asked.presence_penalty is not None or asked.frequency_penalty is not None:
+            counts = count_tokens(self.tokens, self.prompts, *both)
+        return Earlier(seen, counts)
 
     def round_keys(self, purpose: int) -> jax.Array:
         """Returns the keys of this round, [B]. A row's key depends only on its own history."""
@@ -138,6 +157,8 @@ class Proposal:
         None: a chain.
     least: leading tokens that count in every row and round, whose passes need not be narrower.
         Static.
+    allowed: uint32[B, N + 1, V / 32], one bit per token that may follow the last one, and each of
+        these, the lowest bit first; None: every token may.
     verifiable: bool[B, N], False for tokens of a tree that are never accepted, and neither are
         their descendants: they only ask for `Verified.choices`; None: all may be accepted.
     """
@@ -147,6 +168,7 @@ class Proposal:
     distributions: jax.Array | None = None
     parents: jax.Array | None = None
     verifiable: jax.Array | None = None
+    allowed: jax.Array | None = None
     least: int = jax.tree.static(default=0)
 
     def first(self, width: int) -> Proposal:
@@ -157,7 +179,8 @@ class Proposal:
         tokens, distributions, parents, verifiable = narrow
         assert tokens is not None
         counts = None if self.counts is None else jnp.minimum(self.counts, width)
-        return Proposal(tokens, counts, distributions, parents, verifiable)
+        allowed = None if self.allowed is None else self.allowed[:, : width + 1]
+        return Proposal(tokens, counts, distributions, parents, verifiable, allowed)
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.row_sums import row_max
@@ -29,7 +29,7 @@ from specjax.speculation.acceptance import (
     sample_path,
 )
 from specjax.speculation.logprobs import score_emitted
-from specjax.speculation.sampling import draw, greedy, probabilities, seen_tokens
+from specjax.speculation.sampling import draw, greedy, probabilities
 from specjax.speculation.state import DecodeState, Proposal, Verified
 
 
@@ -109,7 +109,10 @@ def _widen(values: jax.Array, whole: jax.Array) -> jax.Array:
 
 def _judge(state: DecodeState, proposal: Proposal, logits: jax.Array) -> Verified:
     """Judges a proposal by the target's logits, f32[B, N + 1, V]."""
-    choices, distributions = greedy(logits), _distributions(state, proposal, logits)
+    possible = logits
+    if proposal.allowed is not None:
+        possible = jnp.where(_unpack(proposal.allowed, state.vocab_size), logits, -jnp.inf)
+    choices, distributions = greedy(possible), _distributions(state, proposal, possible)
     if proposal.parents is None:
         verified = _judge_chain(state, proposal, logits, choices, distributions)
     else:
@@ -194,6 +197,12 @@ def _own_tokens(
     return draw(keys.reshape(-1), distributions.reshape(-1, vocabulary)).reshape(rows, places)
 
 
+def _unpack(bits: UInt32[Array, "B N words"], size: int) -> Bool[Array, "B N {size}"]:
+    """Returns the first `size` bits, each word's lowest first. uint32[B, N, W] -> bool[B, N, V]."""
+    each = (bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return each.reshape(*bits.shape[:-1], -1)[..., :size] > 0
+
+
 def _finite(logits: jax.Array) -> jax.Array:
     """Tells where a token can be chosen. f32[B, N + 1, V] -> bool[B, N + 1].
 
@@ -206,11 +215,8 @@ def _distributions(state: DecodeState, proposal: Proposal, logits: jax.Array) ->
     """Returns the target's distribution at every place, f32[B, N + 1, V], or None when greedy."""
     if state.sampling is None:
         return None
-    seen = None
-    if state.sampling.repetition_penalty is not None:
-        paths = None if proposal.parents is None else trees.ancestors(proposal.parents)
-        seen = seen_tokens(state.tokens, state.lengths, proposal.tokens, state.vocab_size, paths)
-    return probabilities(logits, state.sampling, seen)
+    paths = None if proposal.parents is None else trees.ancestors(proposal.parents)
+    return probabilities(logits, state.sampling, state.earlier(proposal.tokens, paths))
 
 
 def _along(values: jax.Array, nodes: jax.Array) -> jax.Array:

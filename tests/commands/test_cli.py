@@ -219,6 +219,21 @@ def test_sampling_options_reach_the_sampler(llama, capsys) -> None:
         texts.append(capsys.readouterr().out.rsplit("\n\n", 1)[0].split())
     assert texts[0] == texts[1] != texts[2]
     assert len(set(texts[2])) == len(texts[2]) > len(set(texts[0]))  # nothing comes twice
+    assert (
+        main([*command, "--top-k", "1", "--logit-bias", "5=100", "--frequency-penalty", "2"]) == 0
+    )
+    assert capsys.readouterr().out.count("w5 ") > 15
+
+
+def test_output_keeps_to_a_grammar(capsys, tmp_path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "green"]}')
+    texts = [
+        _generate(capsys, *options, "--drafter", "autoregressive").rsplit("\n\n", 1)[0]
+        for options in (["--json-schema", str(schema)], ["--regex", " (was|were) [a-f]{2}"])
+    ]
+    assert re.fullmatch('Once upon a time"(red|green)"', texts[0])
+    assert re.fullmatch("Once upon a time (was|were) [a-f]{2}", texts[1])
 
 
 # A model that ships, quantized with the text of a file, can be decoded.
@@ -295,6 +310,10 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         ),
         (["generate", "x", "--min-p", "nan"], "min_p must be in [0, 1]"),
         (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty must be in"),
+        (["generate", "x", "--regex", "(a"], "the regular expression is refused: "),
+        (["generate", "x", "--json-schema", "/nowhere.json"], "has no nowhere.json"),
+        (["generate", "x", "--logit-bias", "3=101"], "a bias of logit_bias must be in [-100, 100]"),
+        (["generate", "x", "--logit-bias", "99999=1"], "logit_bias holds token 99999, outside"),
         (["plan", "speed"], "plan speed needs --acceptance and --draft-cost"),
         (["plan", "speed", "--acceptance", "0.8", "--draft-cost", "0.2,0.1"], "a number each per"),
         (["plan", "speed", "--acceptance", "1.1", "--draft-cost", "0.2"], "in 0 … 1, got 1.1"),

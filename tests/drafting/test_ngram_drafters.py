@@ -26,10 +26,11 @@ def text_state(tokens: np.ndarray, lengths: np.ndarray) -> DecodeState:
     """A state in which drafters that read the text alone find what they need."""
     rows = len(lengths)
     return DecodeState(
-        tokens=jnp.asarray(tokens, jnp.int32), lengths=jnp.asarray(lengths, jnp.int32),
-        limits=jnp.full(rows, WIDTH), finished=jnp.zeros(rows, bool),
-        failed=jnp.zeros(rows, bool), cache=None, keys=None, draft=None, stats=Stats.zeros(rows),
-        sampling=None, stop_tokens=(), vocab_size=CONFIG.vocab_size,
+        tokens=jnp.asarray(tokens, jnp.int32), prompts=jnp.ones(rows, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32), limits=jnp.full(rows, WIDTH),
+        finished=jnp.zeros(rows, bool), failed=jnp.zeros(rows, bool), cache=None,
+        keys=None, draft=None, stats=Stats.zeros(rows), sampling=None, stop_tokens=(),
+        vocab_size=CONFIG.vocab_size,
     )  # fmt: skip
 
 

@@ -94,7 +94,9 @@ def test_whole_numbers_are_numbers() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"]
+)
 @pytest.mark.parametrize("value", ["0.5", True, np.True_, 1j, [0.5], 10**400])
 def test_what_is_no_number_is_called_so(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be a number, got "):
@@ -105,10 +107,11 @@ def test_what_is_no_number_is_called_so(name: str, value: object) -> None:
     ("name", "accepted"),
     [
         ("temperature", "[1e-6, 1e6]"), ("top_p", "(0, 1]"), ("min_p", "[0, 1]"),
-        ("repetition_penalty", "[1e-6, 1e6]"),
+        ("repetition_penalty", "[1e-6, 1e6]"), ("presence_penalty", "[-2, 2]"),
+        ("frequency_penalty", "[-2, 2]"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("value", [np.float32(-1), 2e6, float("nan"), np.float64("inf")])
+@pytest.mark.parametrize("value", [np.float32(-3), 2e6, float("nan"), np.float64("inf")])
 def test_ranges_are_named(name: str, accepted: str, value: float) -> None:
     with pytest.raises(ValueError) as error:
         specjax.Sampling(**{name: value})
@@ -124,6 +127,10 @@ def test_ranges_are_named(name: str, accepted: str, value: float) -> None:
         ({"top_k": np.array([3, 0])}, "top_k must be at least 1 or None, got [3 0]"),
         ({"top_k": np.array([3.0])}, "top_k must be an array of integers, got float64"),
         ({"min_p": np.array([True])}, "min_p must be an array of numbers, got bool"),
+        ({"logit_bias": {3: 101}}, "a bias of logit_bias must be in [-100, 100], got 101.0"),
+        ({"logit_bias": {"a": 1}}, "a token of logit_bias must be an integer, got 'a'"),
+        ({"logit_bias": {-1: 1}}, "a token of logit_bias must be a token id, got -1"),
+        ({"logit_bias": 3}, "logit_bias must map token ids to numbers"),
         ({"min_p": np.ones((1, 2))}, "min_p must be a number or an array [B], got shape (1, 2)"),
     ],
     ids=str,

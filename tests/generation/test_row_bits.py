@@ -21,6 +21,7 @@ from specjax.generation.decoding import start
 from specjax.model.params import Params
 from specjax.speculation.acceptance import rejection_sample, sample_path
 from specjax.speculation.logprobs import score_emitted
+from specjax.speculation.penalties import Earlier
 from specjax.speculation.sampling import probabilities
 from specjax.speculation.state import DecodeState, Proposal
 from specjax.speculation.verification import verify
@@ -31,6 +32,9 @@ SAMPLINGS = {
     "temperature": specjax.Sampling(temperature=0.9),
     "nucleus": specjax.Sampling(temperature=0.7, top_k=300, top_p=0.95, min_p=1e-4),
     "penalty": specjax.Sampling(top_p=0.9, repetition_penalty=1.3),
+    "penalties": specjax.Sampling(
+        repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3
+    ),
 }
 WHICH = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 exhaustive = pytest.mark.exhaustive
@@ -59,13 +63,14 @@ def test_distributions_of_any_shape(
 ) -> None:
     """Rows and positions: [...] places are the first ones of 32, bit for bit."""
     logits = 3 * jax.random.normal(jax.random.key(vocabulary), (32, vocabulary))
-    seen = jnp.arange(vocabulary) % 5 == jnp.arange(32)[:, None] % 5
+    counts = (jnp.arange(vocabulary) + jnp.arange(32)[:, None]) % 5
     run = jax.jit(probabilities, static_argnums=1)
-    whole = np.asarray(run(logits, sampling, seen))
+    whole = np.asarray(run(logits, sampling, Earlier(counts > 0, counts)))
     for shape in shapes:
         count = int(np.prod(shape))
-        first, marks = (x[:count].reshape(*shape, vocabulary) for x in (logits, seen))
-        given = np.asarray(run(first, sampling, marks)).reshape(count, vocabulary)
+        first, marks = (x[:count].reshape(*shape, vocabulary) for x in (logits, counts))
+        earlier = Earlier(marks > 0, marks)
+        given = np.asarray(run(first, sampling, earlier)).reshape(count, vocabulary)
         np.testing.assert_array_equal(given, whole[:count], err_msg=str(shape))
 
 
@@ -136,7 +141,7 @@ def test_no_reduction_of_floats_is_left_to_the_compiler() -> None:
     tokens = parents = jnp.zeros((rows, n), jnp.int32)
     p = jnp.ones((rows, n + 1, v))
     sampled = [
-        jax.make_jaxpr(lambda p, s=sampling: probabilities(p, s, p > 0))(p)
+        jax.make_jaxpr(lambda p, s=sampling: probabilities(p, s, Earlier(p > 0, p > 0)))(p)
         for sampling in SAMPLINGS.values()
     ]
     chain = jax.make_jaxpr(rejection_sample)(keys, tokens, tokens[:, 0], p[:, 1:], p)

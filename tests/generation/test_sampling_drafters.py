@@ -88,13 +88,18 @@ DRAFTERS = {
 }
 # A model that drafts chains, and trees of guesses without a model.
 KINDS = ("another model", "spectra and a corpus")
-EVERYTHING = Sampling(temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3)
+EVERYTHING = Sampling(
+    temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3, presence_penalty=0.4,
+    frequency_penalty=0.5, logit_bias={1: 0.5, 4: -0.5},
+)  # fmt: skip
 SETTINGS = [
     Sampling(),
     Sampling(temperature=0.6),
     Sampling(temperature=1.5, top_p=0.8),
     Sampling(temperature=1.5, min_p=0.2),
     Sampling(repetition_penalty=2.0),
+    Sampling(presence_penalty=1.5, logit_bias={0: -1.5, 3: 1}),
+    Sampling(temperature=0.8, frequency_penalty=1.2),
     Sampling(temperature=1.5, top_k=2),
 ]
 
@@ -136,12 +141,18 @@ def _logits(params_name: str) -> np.ndarray:
 
 
 def _distribution(logits: np.ndarray, before: list[int], sampling: Sampling) -> np.ndarray:
-    """Penalty, temperature, top-k, top-p, min-p by the book: one row, a sorted list."""
+    """Bias, penalties, temperature, top-k, top-p, min-p by the book: one row, a sorted list."""
     values = logits.astype(np.float64)
+    if sampling.logit_bias is not None:
+        values += np.asarray(sampling.logit_bias.dense(VOCABULARY))[0]
     if sampling.repetition_penalty is not None:
         for token in set(before):
             factor = sampling.repetition_penalty
             values[token] *= factor if values[token] < 0 else 1 / factor
+    for token in before[len(PROMPT) :]:
+        values[token] -= sampling.frequency_penalty or 0
+    for token in set(before[len(PROMPT) :]):
+        values[token] -= sampling.presence_penalty or 0
     weights = np.exp((values - values.max()) / sampling.temperature)
     kept = sorted(range(VOCABULARY), key=lambda token: (-weights[token], token))
     kept = kept[: sampling.top_k]

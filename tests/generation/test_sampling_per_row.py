@@ -18,6 +18,8 @@ KEY = jax.random.key(3)
 FIELDS = {
     "temperature": (0.4, 1.0, 30.0), "top_k": (40, 1, 2**31), "top_p": (0.5, 1.0, 0.9),
     "min_p": (0.0, 0.2, 0.01), "repetition_penalty": (1.0, 0.5, 3.0),
+    "presence_penalty": (0.0, 2.0, -1.5), "frequency_penalty": (0.5, -2.0, 0.0),
+    "logit_bias": ({4: 2.5}, {7: -100, 8: 9}, {}),
 }  # fmt: skip
 FIRST = {name: each[0] for name, each in FIELDS.items()}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "stop_tokens": (), "drafter": specjax.QSpec(2)}
@@ -28,7 +30,8 @@ def _of_row(row: int) -> specjax.Sampling:
 
 
 def _of_all() -> specjax.Sampling:
-    return specjax.Sampling(**{name: np.array(each) for name, each in FIELDS.items()})
+    numbers = {name: np.array(each) for name, each in FIELDS.items() if name != "logit_bias"}
+    return specjax.Sampling(**numbers, logit_bias=FIELDS["logit_bias"])
 
 
 def _decoded(sampling: specjax.Sampling) -> np.ndarray:
@@ -59,6 +62,14 @@ def test_other_numbers_are_the_same_program(expected: list[np.ndarray]) -> None:
     assert programs == []
 
 
+def test_biases_of_one_width_are_the_same_program() -> None:
+    few = [specjax.Sampling(logit_bias={1: 5, 2: each}) for each in (3.0, -3.0)]
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(each.per_row(3))] for each in few]
+    assert shapes[0] == shapes[1]
+    wide = specjax.LogitBias.of([{}, {3: 1}], width=300)
+    assert wide.ids.shape == wide.values.shape == (2, 512)
+
+
 def test_a_number_may_be_traced(expected: list[np.ndarray]) -> None:
     @jax.jit
     def decoded(temperature: jax.Array) -> jax.Array:
@@ -86,7 +97,10 @@ def test_texts_draw_by_their_own_numbers() -> None:
 
 
 def test_numbers_that_change_nothing_cost_nothing() -> None:
-    idle = specjax.Sampling(top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    idle = specjax.Sampling(
+        top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0, frequency_penalty=0,
+        logit_bias={},
+    )  # fmt: skip
     assert len(jax.tree.leaves(idle.per_row(2))) == 1
     assert len(jax.tree.leaves(specjax.Sampling(top_p=np.ones(2)).per_row(2))) == 2
 
@@ -95,3 +109,8 @@ def test_one_number_per_row_or_one(wrong_types: None) -> None:
     sampling = specjax.Sampling(top_p=np.array([0.5, 0.6]))
     with pytest.raises(ValueError, match=r"top_p must be one number or one per row, shape \(3,\)"):
         _decoded(sampling)
+    biased = specjax.Sampling(logit_bias=[{1: 2.0}, {}])
+    with pytest.raises(
+        ValueError, match=r"logit_bias must be one mapping or one per row, shape \(3"
+    ):
+        _decoded(biased)

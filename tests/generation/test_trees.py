@@ -7,6 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -376,10 +377,18 @@ def test_decoding_samples_what_plain_decoding_samples(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_repetition_penalty_counts_the_path_alone() -> None:
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {3: 2.0}},
+    ],
+    ids=repr,
+)
+def test_penalties_count_the_path_alone(penalty: dict[str, Any]) -> None:
     """With one token to draw from, sampling is greedy decoding with a penalty."""
     options = {
-        "sampling": Sampling(top_k=1, repetition_penalty=1.4),
+        "sampling": Sampling(top_k=1, **penalty),
         "key": jax.random.key(0), "max_new_tokens": NEW,
     }  # fmt: skip
     plain = specjax.decode(TARGET, PROMPTS, drafter=specjax.Autoregressive(), **options)
