@@ -1,4 +1,4 @@
-"""`specjax plan`: memory, speed-up and skipped layers, before anything is decoded."""
+"""`specjax plan`: memory, speed-up, skipped layers and costs, before anything is decoded."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from specjax.commands.options import (
     integer,
 )
 from specjax.commands.plan_pictures import draw_layers, draw_memory, draw_speed
+from specjax.drafting.auto import WIDTHS
+from specjax.drafting.calibration import calibrate
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.files.json_lines import read_text
 from specjax.model.sizes import FORMATS, in_units, most_that_fits
@@ -37,8 +39,8 @@ COUNTS = ("most rows", "longest context")
 
 
 def add(commands: Any) -> None:
-    """Adds the command and its three kinds of plan."""
-    help_ = "estimate memory and speed-up, or find layers to draft with"
+    """Adds the command and its kinds of plan."""
+    help_ = "estimate memory and speed-up, find layers to draft with, or measure what passes cost"
     parser = commands.add_parser("plan", help=help_, description=help_)
     kinds = parser.add_subparsers(title="plans", required=True, metavar="KIND")
     for name, help_, describe, run in (
@@ -51,6 +53,11 @@ def add(commands: Any) -> None:
         add_json(each)
         add_picture(each, "draw them into this file")
         each.set_defaults(run=run)
+    help_ = "measure what passes cost, by which the default drafter chooses its drafts"
+    calibrate = kinds.add_parser("calibrate", help=help_, description=help_)
+    _add_calibrate(calibrate)
+    add_json(calibrate)
+    calibrate.set_defaults(run=_calibrate)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +117,14 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add("--sequences", type=integer, default=4, metavar="N", help=help_)
     add("--length", type=integer, default=256, metavar="N", help="tokens of each; 256 if left out")
     _add_longest(parser)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_quantize(parser)
+    add_cache_bits(parser)
+    help_ = "batch size; repeatable; 1 and 8 if left out"
+    parser.add_argument("--rows", type=integer, action="append", metavar="N", help=help_)
 
 
 def _add_longest(parser: argparse.ArgumentParser) -> None:
@@ -262,6 +277,25 @@ def _layers(options: argparse.Namespace) -> None:
     write_json(options.json, {"sets": rows})
     if options.picture is not None:
         draw_layers(found, options.picture)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    """Prints a row per batch size: passes over 0, 1, 3 and 7 drafts, and a pass that drafts."""
+    sizes = options.rows or [1, 8]
+    if min(sizes) < 1:
+        raise ValueError(f"--rows must be at least 1, got {min(sizes)}")
+    params = chosen_target(options).params
+    found = [(rows, calibrate(params, rows, options.cache_bits)) for rows in sizes]
+    rows = [
+        {"rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
+        for rows, costs in found
+    ]
+    header = ["rows", *(f"{width} drafts" for width in WIDTHS), "draft pass"]
+    _print_table(header, [
+        [_number(value) for value in (row["rows"], *row["passes"], row["draft"])] for row in rows
+    ])  # fmt: skip
+    print("\nTimes in plain passes. Kept for this model and machine.")
+    write_json(options.json, {"costs": rows})
 
 
 def _size(text: str) -> int:

@@ -72,7 +72,7 @@ def costs_of(params: Params, rows: int, cache_bits: int = 16) -> Costs:
     A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
     measured before are estimated.
     """
-    rows = 1 << (rows - 1).bit_length()  # like batch sizes share a measurement
+    rows = _like(rows)
     place = id(params), rows, cache_bits
     known = _of_model.get(place)
     if known is not None and known[0]() is params:
@@ -82,11 +82,38 @@ def costs_of(params: Params, rows: int, cache_bits: int = 16) -> Costs:
     return costs
 
 
+def calibrate(params: Params, rows: int, cache_bits: int = 16) -> Costs:
+    """Measures the costs of passes over a batch anew, and keeps them in place of older ones.
+
+    Args:
+      params: the model.
+      rows: the batch size; up to the next power of two, batch sizes share a measurement.
+      cache_bits: bits per entry of the KV cache.
+
+    Raises ValueError for a model whose costs are estimated.
+    """
+    if params.mesh is not None:
+        raise ValueError("params must not be divided over a mesh: costs there are estimated")
+    if params.nbytes < _LEAST_BYTES:
+        raise ValueError(
+            f"params must have at least {_LEAST_BYTES} bytes, got {params.nbytes}: costs of a "
+            "smaller model are estimated"
+        )
+    costs = _measure(params, _like(rows), cache_bits)
+    _of_model.clear()
+    return costs
+
+
+def _like(rows: int) -> int:
+    """The batch size whose measurement `rows` shares."""
+    return 1 << (rows - 1).bit_length()
+
+
 def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
     if params.mesh is not None or params.nbytes < _LEAST_BYTES:
         return Costs.usual(rows)
     described = _description(params, rows, cache_bits)
-    name = hashlib.sha256(described.encode()).hexdigest()[:32]
+    name = _name(described)
     if name not in _measured:
         place = kept_files("costs")
         found = None if place is None else _read(place / f"{name}.json", described)
@@ -94,11 +121,24 @@ def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
                 return Costs.usual(rows)
             _log.info("measuring once what drafting costs on this machine: a few seconds")
-            found = measure_costs(params, rows, cache_bits)
-            if place is not None:
-                _write(place / f"{name}.json", described, found)
+            return _measure(params, rows, cache_bits)
         _measured[name] = found
     return _measured[name]
+
+
+def _measure(params: Params, rows: int, cache_bits: int) -> Costs:
+    """Measures costs, and keeps them in this process and on disk."""
+    costs = measure_costs(params, rows, cache_bits)
+    described = _description(params, rows, cache_bits)
+    _measured[_name(described)] = costs
+    place = kept_files("costs")
+    if place is not None:
+        _write(place / f"{_name(described)}.json", described, costs)
+    return costs
+
+
+def _name(described: str) -> str:
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
 def measure_costs(params: Params, rows: int, cache_bits: int = 16) -> Costs:

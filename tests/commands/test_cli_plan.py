@@ -10,6 +10,7 @@ import pytest
 
 import specjax
 from specjax.cli import main
+from specjax.drafting import calibration
 from tests.support.word_tokenizer import WordTokenizer
 
 
@@ -80,3 +81,22 @@ def test_plan_layers(llama, tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert ("--drafter layer-skip --layers" in out) == (found["speedup"] >= 1)
     assert len(list(tmp_path.glob("*.png"))) == bool(picture)
+
+
+def test_plan_calibrate(tmp_path, monkeypatch, capsys) -> None:
+    """What was measured is what the default drafter weighs drafts by."""
+    target = tmp_path / "costs.json"
+    command = ["plan", "calibrate", "--rows", "2", "--json", str(target)]
+    assert main(command) == 1
+    assert "costs of a smaller model are estimated" in capsys.readouterr().err
+    assert main(["plan", "calibrate", "--rows", "0"]) == 1
+    assert "--rows must be at least 1, got 0" in capsys.readouterr().err
+    monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
+    params = specjax.load("tiny")
+    monkeypatch.setattr(specjax, "load", lambda source: params)
+    assert main(command) == 0
+    (costs,) = json.loads(target.read_text())["costs"]
+    kept = calibration.costs_of(params, 2)
+    assert costs["rows"] == 2 and costs["passes"] == kept.passes.tolist()
+    assert costs["passes"][0] == 1 and costs["draft"] == float(kept.draft) != 1
+    assert re.search(r"^rows +0 drafts +1 drafts .*draft pass$", capsys.readouterr().out, re.M)
