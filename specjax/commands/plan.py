@@ -40,7 +40,7 @@ COUNTS = ("most rows", "longest context")
 
 def add(commands: Any) -> None:
     """Adds the command and its kinds of plan."""
-    help_ = "estimate memory and speed-up, find layers to draft with, or measure what passes cost"
+    help_ = "estimate memory and speed-up, find layers, or measure costs"
     parser = commands.add_parser("plan", help=help_, description=help_)
     kinds = parser.add_subparsers(title="plans", required=True, metavar="KIND")
     for name, help_, describe, run in (
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         add_json(each)
         add_picture(each, "draw them into this file")
         each.set_defaults(run=run)
-    help_ = "measure what passes cost, by which the default drafter chooses its drafts"
+    help_ = "measure the costs by which the default drafter chooses"
     calibrate = kinds.add_parser("calibrate", help=help_, description=help_)
     _add_calibrate(calibrate)
     add_json(calibrate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -18,10 +19,22 @@ def summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
     timed = tokens - len(rounds[0].tokens)
     parts = [f"{tokens} tokens in {len(rounds)} rounds ({tokens / len(rounds):.2f} per round)"]
     if drafted:
-        parts.append(f"{accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})")
+        share = f"{accepted / drafted:.0%}{_by_source(rounds)}"
+        parts.append(f"{accepted} of {drafted} drafts accepted ({share})")
     if timed:
         parts.append(f"{timed / seconds:.1f} tokens/s")
     return ", ".join(parts) + f" after {waited:.1f} s of preparation"
+
+
+def _by_source(rounds: Sequence[Round]) -> str:
+    """The drafts of each part of a drafter that has several."""
+    counts: dict[str, list[int]] = {}
+    for each in rounds:
+        if each.source is not None:
+            count = counts.setdefault(each.source, [0, 0])
+            count[0] += len(each.accepted)
+            count[1] += len(each.accepted) + len(each.rejected)
+    return "".join(f"; {name} {kept} of {all_}" for name, (kept, all_) in sorted(counts.items()))
 
 
 def without(each: Round, tokens: Sequence[int]) -> Round:
@@ -30,7 +43,7 @@ def without(each: Round, tokens: Sequence[int]) -> Round:
         [token for token in kind if token not in tokens]
         for kind in (each.accepted, each.rejected, each.given)
     )
-    return Round(accepted, rejected, given)
+    return dataclasses.replace(each, accepted=accepted, rejected=rejected, given=given)
 
 
 class Plain:

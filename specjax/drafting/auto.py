@@ -48,6 +48,7 @@ _OF_MEMORY = (
 _OF_MODEL = 0.9
 _PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each), _OF_MODEL)
 _REMEMBERED, _OWN = len(_OF_TEXT), len(_PRIORS) - 1  # the first kind of the memory; the model's
+_FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.02  # drafting must promise so much more than not drafting
 _PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
@@ -79,7 +80,7 @@ class AutoState(NamedTuple):
 
     rates: by kind: those of the text, of the memory, and of the model.
     text, memory: what they propose in this round; no memory proposes nothing.
-    own: bool[B], whether the model drafted in this round.
+    source: int32[B], which of the three proposed in this round: 0, 1 or 2.
     idle: int32[B], rounds since the batch last drafted.
     model: the own drafter's state; None without one.
     """
@@ -87,7 +88,7 @@ class AutoState(NamedTuple):
     rates: Rates
     text: Guess
     memory: Guess
-    own: jax.Array
+    source: jax.Array
     idle: jax.Array
     model: Any
 
@@ -100,11 +101,12 @@ class _Plan(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """A round's guesses, the better one of each row, and the plan."""
+    """A round's guesses, the better one of each row and which it is, int32[B], and the plan."""
 
     text: Guess
     memory: Guess
     better: Guess
+    source: jax.Array
     plan: _Plan
 
 
@@ -167,7 +169,7 @@ class Auto(Drafter):
         zeros = jnp.zeros_like(state.lengths)
         model = None if self.draft is None else self.draft.init(params, state, width)
         rates, nowhere = Rates.create(len(zeros), _PRIORS), self._nowhere(state)
-        return AutoState(rates, nowhere.text, nowhere.memory, zeros > 0, zeros, model)
+        return AutoState(rates, nowhere.text, nowhere.memory, zeros, zeros, model)
 
     def shared(self) -> SuffixMemory | None:
         return self.memory
@@ -189,17 +191,24 @@ class Auto(Drafter):
         drafts = (look.plan.own > 0) | jnp.any((look.plan.text > 0) & ~state.finished)
         draft = state.draft._replace(
             text=look.text, memory=look.memory,
-            own=jnp.broadcast_to(look.plan.own > 0, state.finished.shape),
+            source=jnp.where(look.plan.own > 0, _FROM_MODEL, look.source),
             idle=jnp.broadcast_to(jnp.where(drafts, 0, idle + 1), state.finished.shape),
         )  # fmt: skip
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return "text", "memory", "model"
+
+    def source(self, draft: AutoState) -> jax.Array:
+        return draft.source
 
     def _nowhere(self, state: DecodeState) -> _Look:
         """What is found without a look: nothing."""
         zeros = jnp.zeros_like(state.lengths)
         none = jnp.zeros((*zeros.shape, WIDTHS[-1]), jnp.int32)
         nothing = Guess(none, none, zeros)
-        return _Look(nothing, nothing, nothing, _Plan(zeros, jnp.int32(0)))
+        return _Look(nothing, nothing, nothing, zeros, _Plan(zeros, jnp.int32(0)))
 
     def _look(self, state: DecodeState) -> _Look:
         room = jnp.maximum(state.limits - state.lengths - 1, 0)
@@ -207,7 +216,8 @@ class Auto(Drafter):
         rates = state.draft.rates
         better = rates.gains(memory)[:, -1] > rates.gains(text)[:, -1]
         guess = jax.tree.map(partial(_where, better), memory, text)
-        return _Look(text, memory, guess, self._plan(state, guess, room))
+        plan = self._plan(state, guess, room)
+        return _Look(text, memory, guess, better.astype(jnp.int32), plan)
 
     def observe(self, draft: AutoState, verified: Verified) -> AutoState:
         looked = _due(jnp.max(draft.idle) - 1)
@@ -219,13 +229,14 @@ class Auto(Drafter):
         came, rates = verified.emitted[:, : WIDTHS[-1]], draft.rates
         for guess in (draft.text, draft.memory):
             rates = rates.judged(guess, came, verified.count)
+        own = draft.source == _FROM_MODEL
         place = jnp.arange(self.draft_length)
         kinds = jnp.full_like(place, _OWN) + jnp.zeros_like(verified.tested)[:, None]
         tested, kept = (
-            (place < count[:, None]) & draft.own[:, None]
+            (place < count[:, None]) & own[:, None]
             for count in (verified.tested, verified.accepted)
         )
-        return rates.after(kinds, tested, kept).forgotten(_OWN, _OF_MODEL, ~draft.own)
+        return rates.after(kinds, tested, kept).forgotten(_OWN, _OF_MODEL, ~own)
 
     def _guesses(self, state: DecodeState, room: jax.Array) -> tuple[Guess, Guess]:
         """The proposals of the text and of the memory, no longer than there is room: int32[B]."""

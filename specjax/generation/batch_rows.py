@@ -80,7 +80,10 @@ class Waiting(NamedTuple):
 
 
 class Gained(NamedTuple):
-    """What a round gained, for the host: fields of `Verified`; `counts` is its `count`."""
+    """What a round gained, for the host: fields of `Verified`; `counts` is its `count`.
+
+    source: int32[B], which part of the drafter proposed; None: it has one, or a grammar did.
+    """
 
     proposed: jax.Array
     drafted: jax.Array
@@ -89,12 +92,13 @@ class Gained(NamedTuple):
     counts: jax.Array
     nodes: jax.Array | None
     logprobs: Logprobs | None
+    source: jax.Array | None = None
 
     @classmethod
-    def of(cls, verified: Verified) -> Gained:
+    def of(cls, verified: Verified, source: jax.Array | None = None) -> Gained:
         return cls(
             verified.proposed, verified.drafted, verified.accepted, verified.emitted,
-            verified.count, verified.nodes, verified.logprobs,
+            verified.count, verified.nodes, verified.logprobs, source,
         )  # fmt: skip
 
 
@@ -246,7 +250,7 @@ def run_round(
 ) -> tuple[DecodeState, Gained]:
     """Runs one round, and returns what it gained without the logits: they are large."""
     state, verified = step(params, state, drafter, activation, matched=matched)
-    return state, Gained.of(verified)
+    return state, Gained.of(verified, drafter.source(state.draft))
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -35,6 +35,8 @@ class Round:
     given: the target's own token, if the row still had room for it.
     completion: the prompt's result, in its last round; None in the others.
     logprobs: log-probabilities of `tokens`; None: not asked for.
+    source: which part of the drafter proposed, such as "text" or "model" of an Auto; None: the
+        drafter has one part, or nothing was drafted.
     """
 
     accepted: list[int]
@@ -42,6 +44,7 @@ class Round:
     given: list[int]
     completion: Completion | None = None
     logprobs: Logprobs | None = None
+    source: str | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -163,7 +166,8 @@ def _stream_one(
         if state.finished[0] or error is not None:
             completion = completed(params, request, state, 0)
             completion = dataclasses.replace(completion, error=error or completion.error)
-        yield dataclasses.replace(_rounds(gained, params.mesh)[0], completion=completion)
+        (one,) = _rounds(gained, params.mesh, request.drafter.sources)
+        yield dataclasses.replace(one, completion=completion)
     if completion.error is not None:
         raise ValueError(completion.error)
 
@@ -182,7 +186,8 @@ def _stream_batch(
 
 def rounds_of(batch: Batch, gained: Gained) -> dict[int, Round]:
     """Returns the round of every running prompt, by its number, and frees the finished rows."""
-    rounds, finished = _rounds(gained, batch.job.params.mesh), batch.finished()
+    job, finished = batch.job, batch.finished()
+    rounds = _rounds(gained, job.params.mesh, job.request.drafter.sources)
     taken = {}
     for row, prompt in list(batch.running.items()):
         end = batch.take(row) if row in finished else None
@@ -190,14 +195,16 @@ def rounds_of(batch: Batch, gained: Gained) -> dict[int, Round]:
     return taken
 
 
-def _rounds(gained: Gained, mesh: Mesh | None) -> list[Round]:
-    """Returns the round of every row."""
+def _rounds(gained: Gained, mesh: Mesh | None, sources: Sequence[str]) -> list[Round]:
+    """Returns the round of every row. sources: names of the drafter's parts."""
     whole = jax.tree.map(np.asarray, readable(gained, mesh))
-    return [_round(jax.tree.map(itemgetter(row), whole)) for row in range(len(whole.counts))]
+    rows = (jax.tree.map(itemgetter(row), whole) for row in range(len(whole.counts)))
+    return [_round(row, sources) for row in rows]
 
 
-def _round(gained: Gained) -> Round:
+def _round(gained: Gained, sources: Sequence[str]) -> Round:
     """Returns one row's round."""
+    source = gained.source
     count = int(gained.counts)
     kept = min(int(gained.accepted), count)
     rejected = gained.proposed[int(gained.accepted) : int(gained.drafted)].tolist()
@@ -206,4 +213,5 @@ def _round(gained: Gained) -> Round:
         rejected=rejected if gained.nodes is None else [],
         given=gained.emitted[kept:count].tolist(),
         logprobs=jax.tree.map(lambda leaf: leaf[:count], gained.logprobs),
+        source=None if source is None or not gained.drafted else sources[int(source)],
     )

@@ -105,6 +105,15 @@ class Drafter(abc.ABC):
         """
         return shared
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the drafter's parts, if it has several that take turns."""
+        return ()
+
+    def source(self, draft: Any) -> jax.Array | None:
+        """Returns which of `sources` each row's last proposal came from, int32[B]; None without."""
+        return None
+
     def levels(self, draft: Any) -> tuple[Stats, ...]:
         """Returns counts of the drafter's own rounds of draft and verification, if it has any.
 

@@ -10,6 +10,7 @@ import pytest
 
 import specjax
 from specjax import Round
+from specjax.drafting.auto import Costs
 from specjax.generation.batch_rows import run_round
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
@@ -132,3 +133,24 @@ def test_padding_leaves_room_for_the_output(params, length) -> None:
     assert sum(len(each.tokens) for each in rounds) == room
     with pytest.raises(ValueError, match=f"prompt of {length} tokens and max_new_tokens"):
         specjax.stream(params, prompt, max_new_tokens=room + 1)
+
+
+def test_a_round_names_the_part_of_the_drafter_that_proposed(params) -> None:
+    passes, draft = np.ones(4, np.float32), np.float32(0.01)
+    costs = Costs(passes, draft)
+    memory = specjax.SuffixMemory.create(CONFIG.vocab_size)
+    options = {"max_new_tokens": 21, "stop_tokens": ()}
+    for drafter, expected in (
+        (specjax.Auto(costs, specjax.LayerSkip((0,), 2)), "model"),
+        (specjax.Auto(costs, memory=memory.add([_whole(params, PROMPT, options)])), "memory"),
+        (specjax.Auto(costs), "text"),
+    ):
+        prompt = PROMPT if expected != "text" else _whole(params, PROMPT, options)
+        rounds = list(specjax.stream(params, prompt, drafter=drafter, **options))
+        assert expected in {each.source for each in rounds}
+        for each in rounds:
+            assert (each.source is not None) == bool(each.accepted + each.rejected)
+
+
+def _whole(params: specjax.Params, prompt: list[int], options: dict[str, object]) -> list[int]:
+    return np.asarray(specjax.decode(params, prompt, **options).tokens[0]).tolist()
