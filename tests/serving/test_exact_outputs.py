@@ -15,7 +15,7 @@ import pytest
 import specjax
 from tests.support.live_server import Live
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.recompiled
 NEW, PLAIN = 24, specjax.Autoregressive()
 TEXTS = [
     "Once upon a time", "The king said to his son", "def add(a, b):", "In the forest there was",
