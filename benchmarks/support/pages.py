@@ -265,6 +265,9 @@ SECTIONS = (
             "Lines of real text and odd ones, encoded by the tokenizer in SmolLM2's GGUF file."),
     Section("exactness.chi_square", "chi_square*", "Sampled texts",
             "100,000 sampled texts per drafter against their exact distribution."),
+    Section("exactness.serving", "*_served", "Outputs under load",
+            "Greedy and seeded requests from 1 to 32 clients, some of whom leave, beside "
+            "`generate` for each alone. *left*: rows, prompts and files afterwards."),
     Section("speed.instruct_drafters", "smollm2_drafters*", "Drafters of a real instruct model",
             "SmolLM2 answers real prompts, reading included. *speedup*: geometric mean over "
             "prompts, beside plain decoding of the same target, with its 95 % interval. "
@@ -274,6 +277,12 @@ SECTIONS = (
             "SmolLM2, one prompt at a time, reading and adding to the memory included. The second "
             "pass asks the first one's set with small edits, the third the edited set again.",
             apart=True),
+    Section("speed.structured", "smollm2_tools*", "Calls of tools, under a JSON schema",
+            "SmolLM2, one request at a time, reading included. *speedup*: over plain decoding "
+            "under the same schema, geometric mean with its 95 % interval.", apart=True),
+    Section("speed.serving", "*_serving", "The server beside `decode_many`",
+            "The clients run on the same cores. *first*, *between*: seconds to the first token and "
+            "between two events.", _by_part, apart=True),
     Section("speed.waiting", "smollm2_waiting*", "Waiting for the first token",
             "Seconds in a new process of SmolLM2: *import* beyond JAX's, *load*, the *first* "
             "decode of 4 tokens, and decodes with another prompt length, another max_new_tokens "
