@@ -2,7 +2,8 @@
 
 Others give it outputs to make (`Ask`) and hear of every round (`Piece`). It admits prompts first
 come, first served, runs a round of all rows, and tells whoever asked. All shapes are fixed when it
-starts, and so are the programs: greedy, sampling, and sampling with log-probabilities.
+starts, and so are the programs: greedy, sampling, sampling with log-probabilities, and sampling
+with penalties.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from specjax.generation.streaming import Round, rounds_of
 from specjax.model.params import Params
 from specjax.serving.errors import Busy, Ending
 from specjax.serving.metrics import Metrics
+from specjax.serving.requests import MOST_BIASES
 from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
 
 Finish = Literal["stop", "length", "error"]
@@ -103,10 +106,10 @@ class Ask:
         """The prompt as a batch takes it."""
         limit = len(self.tokens) + self.max_new_tokens
         sampling = _arrays(self.sampling or Sampling(top_k=1))
-        draws = self.sampling is not None
+        own = self.sampling
         return Waiting(
-            number, self.tokens, limit, self.key(), sampling, draws=draws, scores=self.scored,
-            echoes=self.echoed,
+            number, self.tokens, limit, self.key(), sampling, draws=own is not None,
+            scores=self.scored, echoes=self.echoed, penalizes=own is not None and own.penalizes,
         )  # fmt: skip
 
     def end(self, output: list[int], new: int) -> int | None:
@@ -126,11 +129,17 @@ def _arrays(sampling: Sampling) -> Sampling:
     most = np.iinfo(np.int32).max
     top_k = most if sampling.top_k is None else min(int(sampling.top_k), most)
     top_p, min_p = (1.0 if sampling.top_p is None else sampling.top_p, sampling.min_p or 0.0)
-    temperature = np.array([sampling.temperature], np.float32)
+    numbers = {
+        "temperature": sampling.temperature, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "presence_penalty": sampling.presence_penalty or 0.0,
+        "frequency_penalty": sampling.frequency_penalty or 0.0,
+    }  # fmt: skip
     return Sampling(
-        temperature=temperature, top_k=np.array([top_k], np.int32),
-        top_p=np.array([top_p], np.float32), min_p=np.array([min_p], np.float32),
-    )  # fmt: skip
+        top_k=np.array([top_k], np.int32),
+        logit_bias=sampling.logit_bias or LogitBias.of([{}], width=MOST_BIASES),
+        **{name: np.array([value], np.float32) for name, value in numbers.items()},
+    )
 
 
 class Engine:
@@ -192,7 +201,8 @@ class Engine:
 
     def start(self) -> None:
         """Compiles every program, and begins to serve."""
-        for sampling, scored in ((None, False), (Sampling(), False), (Sampling(), True)):
+        plain, penalizing = Sampling(), Sampling(presence_penalty=1.0)
+        for sampling, scored in ((None, False), (plain, False), (plain, True), (penalizing, True)):
             self._warm_up(sampling, scored)
         self._renew()
         self._thread.start()

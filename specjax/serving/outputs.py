@@ -20,6 +20,8 @@ from specjax.serving.engine import Ask, Engine, Finish, Piece
 from specjax.serving.errors import Refused
 from specjax.serving.requests import Common
 from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.penalties import LogitBias
+from specjax.speculation.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Outputs:
         self.first: float | None = None
         self.begun = time.perf_counter()
         self._new = [_room(engine, prompt, new) for prompt in prompts]
+        self._sampling = _sampling(engine, request)
         self._stop_tokens = {*engine.stop_tokens, *(request.stop_token_ids or ())}
         if self.count > engine.plan.rows + engine.plan.queue:
             most = engine.plan.rows + engine.plan.queue
@@ -117,7 +120,7 @@ class Outputs:
         return Ask(
             tokens=np.array(prompt, np.int32),
             max_new_tokens=self._new[number],
-            sampling=self.request.sampling(),
+            sampling=self._sampling,
             seed=seed,
             folds=(number, sample) if self._each > 1 else (number,),
             scored=self._scored,
@@ -146,6 +149,17 @@ class Outputs:
         if piece.finish is not None:
             text += stream.finish()
         return Gain(index, text, piece.tokens, piece.logprobs, piece.finish, piece.echoed)
+
+
+def _sampling(engine: Engine, request: Common) -> Sampling | None:
+    """How to draw tokens. Raises Refused where the bias of a token is none of the model's."""
+    sampling = request.sampling()
+    if sampling is not None and isinstance(sampling.logit_bias, LogitBias):
+        try:
+            sampling.logit_bias.check_vocabulary(engine.params.config.vocab_size)
+        except ValueError as error:
+            raise Refused(400, str(error), param="logit_bias") from None
+    return sampling
 
 
 def _room(engine: Engine, prompt: Sequence[int], new: int | None) -> int:
