@@ -22,6 +22,7 @@ import numpy as np
 
 from specjax.generation.batch import Batch, empty_batch
 from specjax.generation.batch_rows import CHUNK, Waiting
+from specjax.generation.constraints import Guide
 from specjax.generation.prefix_cache import PrefixCache
 from specjax.generation.request import Request
 from specjax.generation.streaming import Round, rounds_of
@@ -82,6 +83,7 @@ class Ask:
     stop: tells of the new tokens whether they hold an end; once true, it stays true.
     stop_tokens: tokens that end it, beside the model's own.
     send: is told of every piece, in the engine's thread; it must not wait.
+    guide: of the grammar that it keeps to; None: it is free.
     """
 
     tokens: np.ndarray
@@ -94,6 +96,7 @@ class Ask:
     stop: Callable[[list[int]], bool] | None
     stop_tokens: frozenset[int]
     send: Callable[[Piece], None]
+    guide: Guide | None = None
 
     def key(self) -> jax.Array:
         """The random key, [1]."""
@@ -108,7 +111,7 @@ class Ask:
         sampling = _arrays(self.sampling or Sampling(top_k=1))
         own = self.sampling
         return Waiting(
-            number, self.tokens, limit, self.key(), sampling, draws=own is not None,
+            number, self.tokens, limit, self.key(), sampling, self.guide, draws=own is not None,
             scores=self.scored, echoes=self.echoed, penalizes=own is not None and own.penalizes,
         )  # fmt: skip
 
@@ -199,8 +202,13 @@ class Engine:
         """The model's own tokens that end an output."""
         return self._request.stop_tokens
 
+    @property
+    def constrained(self) -> bool:
+        """Whether outputs may keep to grammars."""
+        return self._request.constrained
+
     def start(self) -> None:
-        """Compiles every program, and begins to serve."""
+        """Compiles every program but those of rows with a grammar, and begins to serve."""
         plain, penalizing = Sampling(), Sampling(presence_penalty=1.0)
         for sampling, scored in ((None, False), (plain, False), (plain, True), (penalizing, True)):
             self._warm_up(sampling, scored)

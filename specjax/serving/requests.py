@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specjax.serving.errors import Refused
 from specjax.speculation.penalties import LogitBias
@@ -27,13 +27,10 @@ Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MOST_TOKENS)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenText = Annotated[
-    str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")
-]  # a token id as a key of JSON
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # a token id as a key of JSON
 Biases = Annotated[
     dict[TokenText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)
 ]
-Nothing = Annotated[dict[str, Any], Field(max_length=0)] | Annotated[list[Any], Field(max_length=0)]
 Label = Annotated[str, Field(max_length=500)]
 
 
@@ -50,6 +47,28 @@ class StreamOptions(Checked):
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
+
+
+class JsonSchema(Checked):
+    """A schema with its name."""
+
+    name: Label
+    description: Text | None = None
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # an answer always keeps to the schema
+
+
+class ResponseFormat(Checked):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type 'json_schema', and only with it")
+        return self
 
 
 class Common(Checked):
@@ -70,6 +89,9 @@ class Common(Checked):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     logit_bias: Biases | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
     # They change no output.
     user: Label | None = None
     metadata: dict[str, Any] | None = None
@@ -96,6 +118,13 @@ class Common(Checked):
             biases = {int(token): bias for token, bias in self.logit_bias.items()}
             changes["logit_bias"] = LogitBias.of([biases], width=MOST_BIASES)
         return changes
+
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The JSON schema that the response format asks for; None: any text."""
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return None
+        return {"type": "object"} if asked.json_schema is None else asked.json_schema.definition
 
     def stops(self) -> tuple[str, ...]:
         """The texts that end an output."""
@@ -160,10 +189,20 @@ class Message(Checked):
     tool_call_id: Label | None = None
 
 
-class ResponseFormat(Checked):
-    """The form of the answer: text, as it comes."""
+class Function(Checked):
+    """A function that a model may call."""
 
-    type: Literal["text"]
+    name: Label
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Checked):
+    """A tool, as a chat template reads it."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(Common):
@@ -174,13 +213,19 @@ class ChatRequest(Common):
     max_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Nothing | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     store: Literal[False] | None = None
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as a chat template reads them."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def tools_shown(self) -> list[dict[str, Any]] | None:
+        """The tools as a chat template reads them; None: the model is not told of any."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def check_logprobs(self) -> None:
         """Raises Refused where top_logprobs comes without logprobs."""

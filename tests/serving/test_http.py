@@ -195,8 +195,8 @@ def test_bad_requests_get_one_clear_sentence(live, body, status, message) -> Non
         ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs goes with logprobs=true"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
     ],
 )
 def test_bad_conversations_get_one_clear_sentence(live, change, message) -> None:

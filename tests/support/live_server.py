@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import specjax
 from specjax.generation.request import Request
-from specjax.generation.text import ChatTokenizer
+from specjax.generation.text import ToolTokenizer
 from specjax.serving.app import Door, make_app
 from specjax.serving.engine import Engine, Plan
+from specjax.serving.grammars import grammars_possible
 from specjax.serving.metrics import Metrics
 from specjax.serving.server import Server, make_server
 
@@ -27,7 +28,7 @@ class Live:
 @contextlib.contextmanager
 def live_server(
     params: specjax.Params,
-    tokenizer: ChatTokenizer,
+    tokenizer: ToolTokenizer,
     *,
     plan: Plan,
     drafter: specjax.Drafter | None = None,
@@ -36,7 +37,8 @@ def live_server(
     grace: float = 5.0,
 ) -> Iterator[Live]:
     """Compiles, serves, and ends in order."""
-    engine = Engine(params, Request.make(params, drafter=drafter), plan, Metrics())
+    request = Request.make(params, drafter=drafter, constrained=grammars_possible(params))
+    engine = Engine(params, request, plan, Metrics())
     engine.start()
     app = make_app(engine, tokenizer, Door("tiny", most_bytes, key))
     ready = threading.Event()
