@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import specjax
-from tests.support.live_server import Live
+from tests.support.live_server import Live, sampling_of
 
 pytestmark = pytest.mark.optimized
 NEW, PLAIN = 24, specjax.Autoregressive()
@@ -65,15 +65,6 @@ def cases(params, tokenizer) -> list[Case]:
         texts = [each.text for each in alone]
         made += [Case(*each, fields, text) for *each, text in zip(TEXTS, seeds, texts, strict=True)]
     return made
-
-
-def sampling_of(fields: dict[str, Any]) -> specjax.Sampling | None:
-    """What a request's fields mean in the library."""
-    if fields == {"temperature": 0}:
-        return None
-    biases = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
-    greedy = {} if fields["temperature"] else {"temperature": 1.0, "top_k": 1}
-    return specjax.Sampling(**{**fields, **greedy, "logit_bias": biases or None})
 
 
 def run_crowd(live: Live, client: openai.OpenAI, cases: list[Case], count: int) -> list[str]:

@@ -18,7 +18,7 @@ from checkpoints_tools.tokenizer import Tokenizer
 from specjax.serving import grammars
 from specjax.serving.requests import ChatRequest
 from tests.serving.conftest import TEMPLATE
-from tests.support.live_server import Live
+from tests.support.live_server import Live, sampling_of
 from tests.support.schemas import SCHEMAS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Write of a balloon."}]
@@ -35,41 +35,52 @@ def post(live: Live, change: dict[str, Any], path: str = "chat/completions") -> 
     return httpx.post(f"{live.url}/v1/{path}", json=body, timeout=120)
 
 
-def test_answers_keep_to_their_schemas_in_company(params, tokenizer, client) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.9},
+        pytest.param({"temperature": 0}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"temperature": 1.1, "presence_penalty": 0.8, "logit_bias": {"300": 3}},
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_answers_keep_to_their_schemas_in_company(params, tokenizer, client, more) -> None:
     """Each has the bytes of `generate` alone, beside free answers and other schemas."""
 
     def ask(number: int) -> Any:
-        fields: dict[str, Any] = {"temperature": 0.5 + number % 2, "seed": number}
+        own: dict[str, Any] = {}
         if number < len(CHOSEN):
-            fields["response_format"] = form(SCHEMAS[CHOSEN[number]])
+            own["response_format"] = form(SCHEMAS[CHOSEN[number]])
         return client.chat.completions.create(
-            model="tiny", messages=MESSAGES, max_tokens=48, **fields
+            model="tiny", messages=MESSAGES, max_tokens=48, seed=number, **more, **own
         ).choices[0]
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(len(CHOSEN) + 2)))
     for number, choice in enumerate(found):
-        drawn: dict[str, Any] = {
-            "sampling": specjax.Sampling(temperature=0.5 + number % 2),
-            "key": jax.random.fold_in(jax.random.key(number), 0)[None],
-        }
+        own: dict[str, Any] = {}
         if number < len(CHOSEN):
             schema = SCHEMAS[CHOSEN[number]]
-            drawn["constraint"] = specjax.Constraint.json_schema(schema, tokenizer)
+            own["constraint"] = specjax.Constraint.json_schema(schema, tokenizer)
+            assert choice.finish_reason in ("stop", "length")
             if choice.finish_reason == "stop":
                 jsonschema.validate(json.loads(choice.message.content), schema)
-            assert choice.finish_reason in ("stop", "length")
+        sampling = sampling_of(more)
+        if sampling is not None:
+            key = jax.random.fold_in(jax.random.key(number), 0)[None]
+            own |= {"sampling": sampling, "key": key}
         [alone] = specjax.generate(
-            params, tokenizer, [MESSAGES], max_new_tokens=48, drafter=PLAIN, **drawn
+            params, tokenizer, [MESSAGES], max_new_tokens=48, drafter=PLAIN, **own
         )
-        assert choice.message.content == alone.text
-        assert choice.finish_reason == alone.finish
+        assert (choice.message.content, choice.finish_reason) == (alone.text, alone.finish)
     assert "stop" in [choice.finish_reason for choice in found[: len(CHOSEN)]]
 
 
 def test_an_answer_that_is_cut_says_so(client) -> None:
     answer = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, max_tokens=3, response_format={"type": "json_object"}
+        model="tiny", messages=MESSAGES, max_tokens=1, response_format={"type": "json_object"}
     )
     assert answer.choices[0].message.content.startswith("{")
     assert answer.choices[0].finish_reason == "length"

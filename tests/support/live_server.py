@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import specjax
 from specjax.generation.request import Request
@@ -53,3 +54,12 @@ def live_server(
             if thread.is_alive():
                 server.end_soon()
             thread.join()
+
+
+def sampling_of(fields: dict[str, Any]) -> specjax.Sampling | None:
+    """What a request's fields mean in the library."""
+    if fields == {"temperature": 0}:
+        return None
+    biases = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
+    greedy = {} if fields["temperature"] else {"temperature": 1.0, "top_k": 1}
+    return specjax.Sampling(**{**fields, **greedy, "logit_bias": biases or None})
