@@ -57,7 +57,7 @@ class ChatTemplate:
         if kind != "text":
             raise ValueError(f"{self.source}: the chat template cannot be rendered: {_said(text)}")
         if tools and text == self.render(messages, answer):
-            raise ValueError(f"{self.source}: the chat template takes no tools")
+            raise ValueError("the chat template takes no tools")
         return text if answer else self._before_mark(text)
 
     def save(self, directory: Path) -> None:
