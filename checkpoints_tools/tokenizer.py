@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,22 +69,28 @@ class Tokenizer:
         with one_sentence("the tokenizer cannot write the tokens"):
             return self._backend.decode(given)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], answer: bool = True) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        answer: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """A conversation in the format that the model was trained on.
 
         Args:
           messages: mappings with "role" ("system", "user" or "assistant") and "content".
           answer: end the text where the model's answer begins. If False, the text ends within the
             last message, and the model continues that message.
+          tools: functions that the model may call, as OpenAI's clients write them; None: none.
 
         Returns:
           The text, with special tokens written by name. Encode it with `special_tokens=False`.
 
         Raises:
           ValueError: the checkpoint has no chat template; or the template refuses these messages,
-            fails, or takes too much time, memory or text.
+            fails, takes no tools, or takes too much time, memory or text.
         """
-        return self._template.render(messages, answer)
+        return self._template.render(messages, answer, tools)
 
     @property
     def chat_template(self) -> str:

@@ -30,7 +30,12 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     source: str
 
-    def render(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """A conversation as text. Arguments and errors are those of `Tokenizer.chat`."""
         conversation = [_message(message) for message in messages]
         if not conversation:
@@ -38,8 +43,8 @@ class ChatTemplate:
         if not answer:
             conversation[-1]["content"] += _MARK
         variables = {
-            **self.special_tokens, "messages": conversation, "tools": None, "documents": None,
-            "add_generation_prompt": answer,
+            **self.special_tokens, "messages": conversation, "tools": tools or None,
+            "documents": None, "add_generation_prompt": answer,
         }  # fmt: skip
         try:
             kind, text = RENDERER.render(self.text, variables)
@@ -51,6 +56,8 @@ class ChatTemplate:
             )
         if kind != "text":
             raise ValueError(f"{self.source}: the chat template cannot be rendered: {_said(text)}")
+        if tools and text == self.render(messages, answer):
+            raise ValueError("the chat template takes no tools")
         return text if answer else self._before_mark(text)
 
     def save(self, directory: Path) -> None:

@@ -64,6 +64,7 @@ def _serve(options: argparse.Namespace) -> None:
     _check(options)
     from specjax.serving.app import LOG, Door, make_app
     from specjax.serving.engine import Engine
+    from specjax.serving.grammars import grammars_possible
     from specjax.serving.metrics import Metrics
     from specjax.serving.server import make_server
 
@@ -71,7 +72,10 @@ def _serve(options: argparse.Namespace) -> None:
         target = load_target(options.model, options.quantize, options.group_size)
         tokenizer = specjax.load_tokenizer(options.model)
         drafter = make_drafter(read_drafter(options), target)
-        request = Request.make(target.params, drafter=drafter, cache_bits=options.cache_bits)
+        request = Request.make(
+            target.params, drafter=drafter, cache_bits=options.cache_bits,
+            constrained=grammars_possible(target.params),
+        )  # fmt: skip
         engine = Engine(target.params, request, _plan(options, target, request), Metrics())
         rows, context = engine.plan.rows, engine.plan.context
         print(f"compiling for {rows} rows of {context} tokens", flush=True)

@@ -205,18 +205,25 @@ class Batch:
 
     def _advance(self, program: Callable[[DecodeState], tuple[DecodeState, Result]]) -> Result:
         """Runs a program on the state without what no running prompt asks for: it costs less."""
-        prompts = self.running.values()
-        unasked = [] if any(prompt.scores for prompt in prompts) else ["logprobs"]
-        if unasked and not any(prompt.draws for prompt in prompts):
-            unasked += [
-                "keys",
-                "sampling",
-            ]  # few ask for scores of greedy text: no program for them
-        aside: dict[str, Any] = {name: getattr(self.state, name) for name in unasked}
-        nothing: dict[str, Any] = dict.fromkeys(unasked)
-        after, result = program(dataclasses.replace(self.state, **nothing))
+        less, before = self._less(), self.state
+        after, result = program(dataclasses.replace(before, **less))
+        aside: dict[str, Any] = {name: getattr(before, name) for name in less}
+        if after.sampling is not None and before.sampling is not None:  # parts of it ran, donated
+            aside["sampling"] = after.sampling.filled_from(before.sampling)
         self.state = dataclasses.replace(after, **aside)
         return result
+
+    def _less(self) -> dict[str, Any]:
+        """The fields of the state that hold less than usual. Each case has a program of its own, so
+        there are few: who asks for penalties gets scores, and who asks for scores draws."""
+        prompts, sampling = self.running.values(), self.state.sampling
+        if sampling is None or any(prompt.penalizes for prompt in prompts):
+            return {}
+        if any(prompt.scores for prompt in prompts):
+            return {"sampling": sampling.without_penalties()}
+        if any(prompt.draws for prompt in prompts):
+            return {"sampling": sampling.without_penalties(), "logprobs": None}
+        return {"sampling": None, "keys": None, "logprobs": None}
 
     def _error(self, row: int) -> str | None:
         """Why the row's grammar cannot be followed any further; None: it can, or there is none."""

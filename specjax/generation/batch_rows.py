@@ -58,6 +58,7 @@ class Waiting(NamedTuple):
     guide: of the grammar that its output keeps to; None: it is free.
     draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
     scores: False where nobody asks for its log-probabilities.
+    penalizes: False where the penalties and the bias of its sampling change nothing.
     echoes: whether the log-probabilities of its own tokens are asked for as well.
     """
 
@@ -70,6 +71,7 @@ class Waiting(NamedTuple):
     draws: bool = True
     scores: bool = True
     echoes: bool = False
+    penalizes: bool = True
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""

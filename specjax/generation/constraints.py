@@ -18,6 +18,7 @@ import numpy as np
 
 from specjax.checks import printable, shown
 
+CANNOT_BE_FOLLOWED = "the grammar cannot be followed"  # begins an error
 _MOST_CHARACTERS = 2**20  # of a schema, a pattern or a grammar
 _SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
@@ -150,7 +151,7 @@ class Guide:
         reason = self._matcher.get_error()
         if not reason and not self._broken:
             return None
-        return f"the grammar cannot be followed: {_sentence(reason or 'it is too complex')}"
+        return f"{CANNOT_BE_FOLLOWED}: {_sentence(reason or 'it is too complex')}"
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Goes past tokens of the output."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 _CONTEXT = 16  # tokens before the next one that can affect its text
 _OPEN = 64  # last tokens whose text a stream may decode again
@@ -26,6 +26,17 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str: ...
+
+
+class ToolTokenizer(ChatTokenizer, Protocol):
+    """A tokenizer whose chat template may be told of tools."""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...
 
 
 def output_text(

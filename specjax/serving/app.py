@@ -18,10 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 
 from specjax.checks import printable, shown
-from specjax.generation.text import ChatTokenizer
+from specjax.generation.text import ToolTokenizer
 from specjax.serving import chat, completions
 from specjax.serving.engine import Engine
 from specjax.serving.errors import Refused, error_body
+from specjax.serving.grammars import open_guide
 from specjax.serving.limits import Limits
 from specjax.serving.outputs import Gain, Outputs
 from specjax.serving.requests import ChatRequest, Common, CompletionRequest
@@ -49,7 +50,7 @@ class Door:
     log_prompts: bool = False
 
 
-def make_app(engine: Engine, tokenizer: ChatTokenizer, door: Door) -> Limits:
+def make_app(engine: Engine, tokenizer: ToolTokenizer, door: Door) -> Limits:
     """Returns the application, for uvicorn."""
     app = FastAPI(title="specjax", version=__version__, docs_url=None, redoc_url=None)
     _Routes(engine, tokenizer, door).add(app)
@@ -60,7 +61,7 @@ def make_app(engine: Engine, tokenizer: ChatTokenizer, door: Door) -> Limits:
 
 
 class _Routes:
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, door: Door) -> None:
+    def __init__(self, engine: Engine, tokenizer: ToolTokenizer, door: Door) -> None:
         self._engine, self._tokenizer, self._door = engine, tokenizer, door
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
         watch = engine.metrics.watch
@@ -112,7 +113,8 @@ class _Routes:
         if asked.best_of not in (None, asked.n or 1):
             raise Refused(400, "best_of must be n, or left out", param="best_of")
         prompts = await run_in_threadpool(self._encoded, asked)
-        outputs = self._outputs(asked, prompts, asked.max_tokens or 16, asked.logprobs, asked.echo)
+        new, most = asked.max_tokens or 16, asked.logprobs
+        outputs = await self._outputs(asked, prompts, new, most, asked.echo)
         echoes = [""] * len(prompts)
         if asked.echo:
             given = zip(asked.prompts(), prompts, strict=True)
@@ -127,7 +129,7 @@ class _Routes:
         prompt = await run_in_threadpool(self._rendered, asked)
         new = asked.max_completion_tokens or asked.max_tokens
         most = (asked.top_logprobs or 0) if asked.logprobs else None
-        outputs = self._outputs(asked, [prompt], new, most)
+        outputs = await self._outputs(asked, [prompt], new, most)
         writer = chat.ChatWriter(asked, self._texts)
         return await self._answer(request, chat.head(asked), writer, outputs)
 
@@ -140,7 +142,7 @@ class _Routes:
             message = f"the model here is {self._door.name!r}, got {shown(name)}"
             raise Refused(404, message, param="model", code="model_not_found")
 
-    def _outputs(
+    async def _outputs(
         self, asked: Common, prompts: Sequence[Sequence[int]], new: int | None, most: int | None,
         echo: bool | None = False,
     ) -> Outputs:  # fmt: skip
@@ -149,14 +151,10 @@ class _Routes:
         if most is not None and most > limit:
             message = f"log-probabilities of up to {limit} tokens may be asked for, got {most}"
             raise Refused(400, message, param="logprobs")
+        scored = most is not None
+        guide = await run_in_threadpool(open_guide, self._engine, self._tokenizer, asked)
         return Outputs(
-            self._engine,
-            self._tokenizer,
-            asked,
-            prompts,
-            new,
-            most is not None,
-            bool(echo) and most is not None,
+            self._engine, self._tokenizer, asked, prompts, new, scored, bool(echo) and scored, guide
         )
 
     def _encoded(self, asked: CompletionRequest) -> list[list[int]]:
@@ -172,7 +170,7 @@ class _Routes:
     def _rendered(self, asked: ChatRequest) -> list[int]:
         """The tokens of the conversation in the model's chat template."""
         try:
-            text = self._tokenizer.chat(asked.conversation())
+            text = self._tokenizer.chat(asked.conversation(), tools=asked.tools_shown())
             return self._tokenizer.encode(text, special_tokens=False)
         except ValueError as error:
             raise Refused(400, printable(error, 500), param="messages") from None

@@ -2,7 +2,8 @@
 
 Others give it outputs to make (`Ask`) and hear of every round (`Piece`). It admits prompts first
 come, first served, runs a round of all rows, and tells whoever asked. All shapes are fixed when it
-starts, and so are the programs: greedy, sampling, and sampling with log-probabilities.
+starts, and so are the programs: greedy, sampling, sampling with log-probabilities, and sampling
+with penalties.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import numpy as np
 
 from specjax.generation.batch import Batch, empty_batch
 from specjax.generation.batch_rows import CHUNK, Waiting
+from specjax.generation.constraints import Guide
 from specjax.generation.prefix_cache import PrefixCache
 from specjax.generation.request import Request
 from specjax.generation.streaming import Round, rounds_of
 from specjax.model.params import Params
 from specjax.serving.errors import Busy, Ending
 from specjax.serving.metrics import Metrics
+from specjax.serving.requests import MOST_BIASES
 from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
 
 Finish = Literal["stop", "length", "error"]
@@ -79,6 +83,7 @@ class Ask:
     stop: tells of the new tokens whether they hold an end; once true, it stays true.
     stop_tokens: tokens that end it, beside the model's own.
     send: is told of every piece, in the engine's thread; it must not wait.
+    guide: of the grammar that it keeps to; None: it is free.
     """
 
     tokens: np.ndarray
@@ -91,6 +96,7 @@ class Ask:
     stop: Callable[[list[int]], bool] | None
     stop_tokens: frozenset[int]
     send: Callable[[Piece], None]
+    guide: Guide | None = None
 
     def key(self) -> jax.Array:
         """The random key, [1]."""
@@ -103,10 +109,10 @@ class Ask:
         """The prompt as a batch takes it."""
         limit = len(self.tokens) + self.max_new_tokens
         sampling = _arrays(self.sampling or Sampling(top_k=1))
-        draws = self.sampling is not None
+        own = self.sampling
         return Waiting(
-            number, self.tokens, limit, self.key(), sampling, draws=draws, scores=self.scored,
-            echoes=self.echoed,
+            number, self.tokens, limit, self.key(), sampling, self.guide, draws=own is not None,
+            scores=self.scored, echoes=self.echoed, penalizes=own is not None and own.penalizes,
         )  # fmt: skip
 
     def end(self, output: list[int], new: int) -> int | None:
@@ -126,11 +132,17 @@ def _arrays(sampling: Sampling) -> Sampling:
     most = np.iinfo(np.int32).max
     top_k = most if sampling.top_k is None else min(int(sampling.top_k), most)
     top_p, min_p = (1.0 if sampling.top_p is None else sampling.top_p, sampling.min_p or 0.0)
-    temperature = np.array([sampling.temperature], np.float32)
+    numbers = {
+        "temperature": sampling.temperature, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "presence_penalty": sampling.presence_penalty or 0.0,
+        "frequency_penalty": sampling.frequency_penalty or 0.0,
+    }  # fmt: skip
     return Sampling(
-        temperature=temperature, top_k=np.array([top_k], np.int32),
-        top_p=np.array([top_p], np.float32), min_p=np.array([min_p], np.float32),
-    )  # fmt: skip
+        top_k=np.array([top_k], np.int32),
+        logit_bias=sampling.logit_bias or LogitBias.of([{}], width=MOST_BIASES),
+        **{name: np.array([value], np.float32) for name, value in numbers.items()},
+    )
 
 
 class Engine:
@@ -190,9 +202,15 @@ class Engine:
         """The model's own tokens that end an output."""
         return self._request.stop_tokens
 
+    @property
+    def constrained(self) -> bool:
+        """Whether outputs may keep to grammars."""
+        return self._request.constrained
+
     def start(self) -> None:
-        """Compiles every program, and begins to serve."""
-        for sampling, scored in ((None, False), (Sampling(), False), (Sampling(), True)):
+        """Compiles every program but those of rows with a grammar, and begins to serve."""
+        plain, penalizing = Sampling(), Sampling(presence_penalty=1.0)
+        for sampling, scored in ((None, False), (plain, False), (plain, True), (penalizing, True)):
             self._warm_up(sampling, scored)
         self._renew()
         self._thread.start()

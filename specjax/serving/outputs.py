@@ -15,11 +15,14 @@ from functools import partial
 
 import numpy as np
 
+from specjax.generation.constraints import CANNOT_BE_FOLLOWED, Guide
 from specjax.generation.text import ChatTokenizer, StopStrings, TextStream
 from specjax.serving.engine import Ask, Engine, Finish, Piece
 from specjax.serving.errors import Refused
 from specjax.serving.requests import Common
 from specjax.speculation.logprobs import Logprobs
+from specjax.speculation.penalties import LogitBias
+from specjax.speculation.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Outputs:
     new: the most tokens of each output; None: as many as the context has room for.
     scored: whether log-probabilities are asked for.
     echoed: whether those of the prompts' own tokens are.
+    guide: of the grammar that the outputs keep to; None: they are free.
 
     count: outputs.
     generated: tokens so far.
@@ -62,6 +66,7 @@ class Outputs:
     def __init__(
         self, engine: Engine, tokenizer: ChatTokenizer, request: Common,
         prompts: Sequence[Sequence[int]], new: int | None, scored: bool, echoed: bool = False,
+        guide: Guide | None = None,
     ) -> None:  # fmt: skip
         self._engine, self.request, self.prompts = engine, request, prompts
         self._each, self._scored, self._echoed = request.n or 1, scored, echoed
@@ -70,6 +75,7 @@ class Outputs:
         self.first: float | None = None
         self.begun = time.perf_counter()
         self._new = [_room(engine, prompt, new) for prompt in prompts]
+        self._sampling, self._guide = _sampling(engine, request), guide
         self._stop_tokens = {*engine.stop_tokens, *(request.stop_token_ids or ())}
         if self.count > engine.plan.rows + engine.plan.queue:
             most = engine.plan.rows + engine.plan.queue
@@ -117,7 +123,7 @@ class Outputs:
         return Ask(
             tokens=np.array(prompt, np.int32),
             max_new_tokens=self._new[number],
-            sampling=self.request.sampling(),
+            sampling=self._sampling,
             seed=seed,
             folds=(number, sample) if self._each > 1 else (number,),
             scored=self._scored,
@@ -125,11 +131,14 @@ class Outputs:
             stop=stop,
             stop_tokens=frozenset(self.request.stop_token_ids or ()),
             send=send,
+            guide=self._guide,
         )
 
     def _gain(self, index: int, piece: Piece) -> Gain:
         if piece.finish == "error":
-            raise Refused(500, piece.error or "the output failed", code="output_failed")
+            error = piece.error or "the output failed"
+            status = 400 if error.startswith(CANNOT_BE_FOLLOWED) else 500
+            raise Refused(status, error, code="output_failed")
         metrics, now = self._engine.metrics, time.perf_counter()
         if self.first is None:
             self.first = now - self.begun
@@ -146,6 +155,17 @@ class Outputs:
         if piece.finish is not None:
             text += stream.finish()
         return Gain(index, text, piece.tokens, piece.logprobs, piece.finish, piece.echoed)
+
+
+def _sampling(engine: Engine, request: Common) -> Sampling | None:
+    """How to draw tokens. Raises Refused where the bias of a token is none of the model's."""
+    sampling = request.sampling()
+    if sampling is not None and isinstance(sampling.logit_bias, LogitBias):
+        try:
+            sampling.logit_bias.check_vocabulary(engine.params.config.vocab_size)
+        except ValueError as error:
+            raise Refused(400, str(error), param="logit_bias") from None
+    return sampling
 
 
 def _room(engine: Engine, prompt: Sequence[int], new: int | None) -> int:

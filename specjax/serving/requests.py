@@ -9,22 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specjax.serving.errors import Refused
+from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
 
 MOST_OUTPUTS = 128  # of one request
+MOST_BIASES = 300  # of one request
 _MOST_TOKENS = 2**20
 _GREEDY = 1e-6  # temperatures below it
+_IDLE = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
 Text = Annotated[str, Field(max_length=2**22)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MOST_TOKENS)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-Nothing = Annotated[dict[str, Any], Field(max_length=0)] | Annotated[list[Any], Field(max_length=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # a token id as a key of JSON
+Biases = Annotated[
+    dict[TokenText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)
+]
 Label = Annotated[str, Field(max_length=500)]
 
 
@@ -43,6 +49,28 @@ class StreamOptions(Checked):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Checked):
+    """A schema with its name."""
+
+    name: Label
+    description: Text | None = None
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # an answer always keeps to the schema
+
+
+class ResponseFormat(Checked):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type 'json_schema', and only with it")
+        return self
+
+
 class Common(Checked):
     """The fields that both kinds of request have."""
 
@@ -57,10 +85,13 @@ class Common(Checked):
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Accepted where they ask for nothing.
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Nothing | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    logit_bias: Biases | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
     # They change no output.
     user: Label | None = None
     metadata: dict[str, Any] | None = None
@@ -68,10 +99,32 @@ class Common(Checked):
     def sampling(self) -> Sampling | None:
         """How to draw tokens; None: the greedy choice. OpenAI's default is a temperature of 1."""
         temperature = 1.0 if self.temperature is None else self.temperature
+        changes = self._changes()
         if temperature < _GREEDY:
-            return None
+            return Sampling(top_k=1, **changes) if changes else None
         top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
-        return Sampling(temperature=temperature, top_k=top_k, top_p=self.top_p, min_p=self.min_p)
+        return Sampling(
+            temperature=temperature, top_k=top_k, top_p=self.top_p, min_p=self.min_p, **changes
+        )
+
+    def _changes(self) -> dict[str, Any]:
+        """The penalties and the bias that change something."""
+        changes: dict[str, Any] = {
+            name: value
+            for name, idle in _IDLE.items()
+            if (value := getattr(self, name)) is not None and value != idle
+        }
+        if self.logit_bias:
+            biases = {int(token): bias for token, bias in self.logit_bias.items()}
+            changes["logit_bias"] = LogitBias.of([biases], width=MOST_BIASES)
+        return changes
+
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The JSON schema that the response format asks for; None: any text."""
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return None
+        return {"type": "object"} if asked.json_schema is None else asked.json_schema.definition
 
     def stops(self) -> tuple[str, ...]:
         """The texts that end an output."""
@@ -136,10 +189,20 @@ class Message(Checked):
     tool_call_id: Label | None = None
 
 
-class ResponseFormat(Checked):
-    """The form of the answer: text, as it comes."""
+class Function(Checked):
+    """A function that a model may call."""
 
-    type: Literal["text"]
+    name: Label
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Checked):
+    """A tool, as a chat template reads it."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(Common):
@@ -150,13 +213,19 @@ class ChatRequest(Common):
     max_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Nothing | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     store: Literal[False] | None = None
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as a chat template reads them."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def tools_shown(self) -> list[dict[str, Any]] | None:
+        """The tools as a chat template reads them; None: the model is not told of any."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def check_logprobs(self) -> None:
         """Raises Refused where top_logprobs comes without logprobs."""

@@ -79,6 +79,23 @@ class Sampling:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "logit_bias", read_logit_bias(self.logit_bias))
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether any penalty or bias is given."""
+        return any(getattr(self, name) is not None for name in _CHANGES)
+
+    def without_penalties(self) -> Sampling:
+        """The same without penalties and bias."""
+        kept = (None if name in _CHANGES else getattr(self, name) for name in _FIELDS)
+        return _unflatten(None, kept)
+
+    def filled_from(self, other: Sampling) -> Sampling:
+        """The same with another's fields in the place of those that are None."""
+        own = {name: getattr(self, name) for name in _FIELDS}
+        return _unflatten(
+            None, (getattr(other, name) if own[name] is None else own[name] for name in _FIELDS)
+        )
+
     def per_row(self, rows: int) -> Sampling:
         """The same with arrays [B] as fields, without numbers that change nothing.
 
@@ -125,6 +142,7 @@ _RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "frequency_penalty": (lambda x: (x >= -2) & (x <= 2), "in [-2, 2] or None"),
 }
 _FIELDS = (*_RANGES, "logit_bias")
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 def _children(sampling: Sampling) -> tuple[tuple[Any, Any], ...]:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import specjax
-from tests.support.live_server import Live
+from tests.support.live_server import Live, sampling_of
 
 pytestmark = pytest.mark.recompiled
 NEW, PLAIN = 24, specjax.Autoregressive()
@@ -24,6 +24,11 @@ TEXTS = [
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 1.2},
     {"temperature": 0.9, "min_p": 0.02, "top_k": 50, "top_p": 0.95},
+    {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": -0.3},
+    {
+        "temperature": 0.8, "presence_penalty": 1.5, "repetition_penalty": 1.3,
+        "logit_bias": {"300": 4.5, "17": -100, "262": 2},
+    },
 ]  # fmt: skip
 
 
@@ -36,7 +41,8 @@ class Case(NamedTuple):
     expected: str
 
     def ask(self, client: openai.OpenAI, **more: Any) -> Any:
-        own = {name: x for name, x in self.fields.items() if name in ("top_k", "min_p")}
+        extensions = ("top_k", "min_p", "repetition_penalty")
+        own = {name: x for name, x in self.fields.items() if name in extensions}
         usual = {name: x for name, x in self.fields.items() if name not in own}
         return client.completions.create(
             model="tiny", prompt=self.text, max_tokens=NEW, seed=self.seed, extra_body=own,
@@ -51,9 +57,8 @@ def cases(params, tokenizer) -> list[Case]:
     keys = jax.numpy.stack([jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds])
     made = []
     for fields in SAMPLINGS:
-        drawn = (
-            {"sampling": specjax.Sampling(**fields), "key": keys} if fields["temperature"] else {}
-        )
+        sampling = sampling_of(fields)
+        drawn = {} if sampling is None else {"sampling": sampling, "key": keys}
         alone = specjax.generate(
             params, tokenizer, TEXTS, max_new_tokens=NEW, rows=1, drafter=PLAIN, **drawn
         )

@@ -6,12 +6,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import specjax
 from specjax.generation.request import Request
-from specjax.generation.text import ChatTokenizer
+from specjax.generation.text import ToolTokenizer
 from specjax.serving.app import Door, make_app
 from specjax.serving.engine import Engine, Plan
+from specjax.serving.grammars import grammars_possible
 from specjax.serving.metrics import Metrics
 from specjax.serving.server import Server, make_server
 
@@ -27,7 +29,7 @@ class Live:
 @contextlib.contextmanager
 def live_server(
     params: specjax.Params,
-    tokenizer: ChatTokenizer,
+    tokenizer: ToolTokenizer,
     *,
     plan: Plan,
     drafter: specjax.Drafter | None = None,
@@ -36,7 +38,8 @@ def live_server(
     grace: float = 5.0,
 ) -> Iterator[Live]:
     """Compiles, serves, and ends in order."""
-    engine = Engine(params, Request.make(params, drafter=drafter), plan, Metrics())
+    request = Request.make(params, drafter=drafter, constrained=grammars_possible(params))
+    engine = Engine(params, request, plan, Metrics())
     engine.start()
     app = make_app(engine, tokenizer, Door("tiny", most_bytes, key))
     ready = threading.Event()
@@ -51,3 +54,12 @@ def live_server(
             if thread.is_alive():
                 server.end_soon()
             thread.join()
+
+
+def sampling_of(fields: dict[str, Any]) -> specjax.Sampling | None:
+    """What a request's fields mean in the library."""
+    if fields == {"temperature": 0}:
+        return None
+    biases = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
+    greedy = {} if fields["temperature"] else {"temperature": 1.0, "top_k": 1}
+    return specjax.Sampling(**{**fields, **greedy, "logit_bias": biases or None})
