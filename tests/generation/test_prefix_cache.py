@@ -54,7 +54,7 @@ def entries(reading: PromptReading) -> list[np.ndarray]:
     return [np.asarray(part)[:, :, : reading.done] for part in parts]
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_entries_have_the_same_bits(params, bits) -> None:
     job, prefixes = job_of(params, bits), PrefixCache()
@@ -65,7 +65,7 @@ def test_entries_have_the_same_bits(params, bits) -> None:
         np.testing.assert_array_equal(mine, alone)
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 @pytest.mark.parametrize("drafter", [specjax.Auto(), specjax.Spectra()], ids=["chain", "tree"])
 def test_entries_of_an_output_have_the_bits_of_reading_it(params, drafter) -> None:
     """The next turn of a conversation begins with the last one's prompt and output."""
@@ -110,7 +110,7 @@ def test_a_whole_prompt_is_never_found(params) -> None:
             assert read(job, LONG[:length], prefixes).done == length - 1
 
 
-@pytest.mark.optimized
+@pytest.mark.recompiled
 def test_outputs_are_those_of_each_prompt_alone(params) -> None:
     prompts = [[*LONG[:cut].tolist(), 7, cut % 50] for cut in (40, 130, 130, 200, 64, 65)]
     assert begin_alike([np.array(each, np.int32) for each in prompts])
