@@ -153,4 +153,5 @@ def test_a_round_names_the_part_of_the_drafter_that_proposed(params) -> None:
 
 
 def _whole(params: specjax.Params, prompt: list[int], options: dict[str, object]) -> list[int]:
-    return np.asarray(specjax.decode(params, prompt, **options).tokens[0]).tolist()
+    plain = specjax.decode(params, prompt, drafter=specjax.Autoregressive(), **options)
+    return np.asarray(plain.tokens[0]).tolist()

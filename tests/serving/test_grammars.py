@@ -35,15 +35,13 @@ def post(live: Live, change: dict[str, Any], path: str = "chat/completions") -> 
     return httpx.post(f"{live.url}/v1/{path}", json=body, timeout=120)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "more",
     [
         {"temperature": 0.9},
-        pytest.param({"temperature": 0}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"temperature": 1.1, "presence_penalty": 0.8, "logit_bias": {"300": 3}},
-            marks=pytest.mark.exhaustive,
-        ),
+        {"temperature": 0},
+        {"temperature": 1.1, "presence_penalty": 0.8, "logit_bias": {"300": 3}},
     ],
 )
 def test_answers_keep_to_their_schemas_in_company(params, tokenizer, client, more) -> None:
