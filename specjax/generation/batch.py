@@ -237,8 +237,9 @@ def open_batch(
     rows: int,
     key: jax.Array | None,
     constraint: Constraints = None,
+    share: bool = True,
 ) -> tuple[Batch | None, dict[int, Completion]]:
-    """Checks the arguments and the prompts, as `decode_many` has them.
+    """Checks the arguments and the prompts, as `complete` has them.
 
     Returns the batch, None if there is nothing to decode, and the errors of the prompts that cannot
     be decoded, by their numbers.
@@ -256,7 +257,7 @@ def open_batch(
         return None, refused
     width = max(len(tokens) for tokens in accepted.values())
     rows = min(rows, whole_rows(params.mesh, len(accepted)))
-    if len(accepted) > 1:
+    if share and len(accepted) > 1:
         request = request.sharing(params)
     request, width = widened(params, request, width, rows)
     job = Job(params, dataclasses.replace(request, sampling=None), width)

@@ -118,16 +118,21 @@ def complete(
     rows: int = 8,
     key: jax.Array | None = None,
     constraint: Constraints = None,
+    share: bool = True,
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
     **options: Unpack[Options],
 ) -> Iterator[tuple[int, Completion]]:
     """`decode_many` as an iterator: yields each prompt's number and `Completion` once it is
-    finished."""
+    finished.
+
+    share: whether an Auto without a memory gets one for all prompts. The counts of a prompt's
+        drafts then depend on the prompts before it; its output does not.
+    """
     request = Request.make(params, **options, constrained=constraint is not None)
     yield from complete_request(
-        params, request, prompts, rows=rows, key=key, constraint=constraint, stop_when=stop_when,
-        progress=progress,
+        params, request, prompts, rows=rows, key=key, constraint=constraint, share=share,
+        stop_when=stop_when, progress=progress,
     )  # fmt: skip
 
 
@@ -139,11 +144,12 @@ def complete_request(
     rows: int,
     key: jax.Array | None = None,
     constraint: Constraints = None,
+    share: bool = True,
     stop_when: StopWhen | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
     """`complete` with its options already made into a request."""
-    batch, refused = open_batch(params, request, prompts, rows, key, constraint)
+    batch, refused = open_batch(params, request, prompts, rows, key, constraint, share)
     yield from refused.items()
     if batch is not None:
         yield from _serve(batch, len(refused), stop_when, progress)

@@ -157,6 +157,7 @@ class WrittenTask(Task[Prompt]):
         finished = complete(
             setup.params, prompts, drafter=setup.drafter, rows=setup.rows, max_new_tokens=length,
             cache_bits=setup.cache_bits, activation=setup.activation, stop_when=stop_when,
+            share=False,  # counts are an item's own, also in a run that is taken up
         )  # fmt: skip
         for index, completion in finished:
             yield self._record(setup, entries[index], completion)
