@@ -34,7 +34,7 @@ class Served(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What a client heard.
+    """The answer that a client heard.
 
     text: of the output, or of its beginning, where the client has left.
     first: seconds to the first text.

@@ -79,7 +79,7 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, until the input ends. Arrows edit a line and find earlier ones."""
+    """The lines that the user types. Arrows edit a line and find earlier ones."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401 - `input` uses it

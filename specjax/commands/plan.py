@@ -54,10 +54,10 @@ def add(commands: Any) -> None:
         add_picture(each, "draw them into this file")
         each.set_defaults(run=run)
     help_ = "measure the costs by which the default drafter chooses"
-    calibrate = kinds.add_parser("calibrate", help=help_, description=help_)
-    _add_calibrate(calibrate)
-    add_json(calibrate)
-    calibrate.set_defaults(run=_calibrate)
+    each = kinds.add_parser("calibrate", help=help_, description=help_)
+    _add_calibrate(each)
+    add_json(each)
+    each.set_defaults(run=_calibrate)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:

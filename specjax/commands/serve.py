@@ -110,7 +110,7 @@ def _show_requests(log: logging.Logger) -> None:
 
 
 def _plan(options: argparse.Namespace, target: Target, request: Request) -> Plan:
-    """What --rows, --context and --memory leave room for."""
+    """The room that --rows, --context and --memory leave."""
     from specjax.serving.room import make_plan
 
     memory = options.memory

@@ -204,7 +204,7 @@ class Auto(Drafter):
         return draft.source
 
     def _nowhere(self, state: DecodeState) -> _Look:
-        """What is found without a look: nothing."""
+        """The result of no look: nothing."""
         zeros = jnp.zeros_like(state.lengths)
         none = jnp.zeros((*zeros.shape, WIDTHS[-1]), jnp.int32)
         nothing = Guess(none, none, zeros)

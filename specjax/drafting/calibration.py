@@ -1,4 +1,4 @@
-"""What passes cost on this machine, measured once per model and batch size and kept on disk.
+"""The costs of passes on this machine, measured once per model and batch size and kept on disk.
 
 `Auto` weighs drafts by these costs. A file tells what it was measured on; one that is damaged, or
 of another machine, model or version, is measured again.
@@ -99,7 +99,8 @@ def calibrate(params: Params, rows: int, cache_bits: int = 16) -> Costs:
             f"params must have at least {_LEAST_BYTES} bytes, got {params.nbytes}: costs of a "
             "smaller model are estimated"
         )
-    costs = _measure(params, _like(rows), cache_bits)
+    rows = _like(rows)
+    costs = _measure(params, rows, cache_bits, _description(params, rows, cache_bits))
     _of_model.clear()
     return costs
 
@@ -121,19 +122,18 @@ def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
                 return Costs.usual(rows)
             _log.info("measuring once what drafting costs on this machine: a few seconds")
-            return _measure(params, rows, cache_bits)
+            return _measure(params, rows, cache_bits, described)
         _measured[name] = found
     return _measured[name]
 
 
-def _measure(params: Params, rows: int, cache_bits: int) -> Costs:
+def _measure(params: Params, rows: int, cache_bits: int, described: str) -> Costs:
     """Measures costs, and keeps them in this process and on disk."""
-    costs = measure_costs(params, rows, cache_bits)
-    described = _description(params, rows, cache_bits)
-    _measured[_name(described)] = costs
+    costs, name = measure_costs(params, rows, cache_bits), _name(described)
+    _measured[name] = costs
     place = kept_files("costs")
     if place is not None:
-        _write(place / f"{_name(described)}.json", described, costs)
+        _write(place / f"{name}.json", described, costs)
     return costs
 
 

@@ -82,7 +82,7 @@ class Waiting(NamedTuple):
 
 
 class Gained(NamedTuple):
-    """What a round gained, for the host: fields of `Verified`; `counts` is its `count`.
+    """The gains of a round, for the host: fields of `Verified`; `counts` is its `count`.
 
     source: int32[B], which part of the drafter proposed; None: it has one, or a grammar did.
     """

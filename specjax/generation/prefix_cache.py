@@ -1,4 +1,4 @@
-"""What prompts that begin alike share: KV entries of whole chunks, read once.
+"""The part that prompts have in common: KV entries of whole chunks, read once.
 
 A chunk's entries depend on the tokens up to its end and on nothing else, and a prompt is read in
 chunks at fixed places. So a kept chunk has the bits that reading it again would give, and output is

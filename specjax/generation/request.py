@@ -114,10 +114,16 @@ class Request:
             constrained=constrained,
         )
 
+    @property
+    def draft_length(self) -> int:
+        """The most tokens that a round may draft, those of a grammar among them."""
+        return max(self.drafter.draft_length, MOST_FORCED if self.constrained else 0)
+
     def slots(self, config: ModelConfig, width: int) -> int:
         """KV slots per row for prompts of `width` tokens. Raises ValueError if they do not fit."""
-        longest = max(self.drafter.draft_length, MOST_FORCED if self.constrained else 0)
-        return check_limits(config, width, self.max_new_tokens, longest, self.cache_capacity)
+        return check_limits(
+            config, width, self.max_new_tokens, self.draft_length, self.cache_capacity
+        )
 
     def for_width(self, params: Params, width: int, rows: int) -> Request:
         """The request for `rows` prompts of up to `width` tokens: `cache_capacity` is a number.

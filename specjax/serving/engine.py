@@ -32,7 +32,7 @@ from specjax.serving.metrics import Metrics
 from specjax.serving.requests import MOST_BIASES
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.penalties import LogitBias
-from specjax.speculation.sampling import Sampling
+from specjax.speculation.sampling import IDLE, Sampling
 
 Finish = Literal["stop", "length", "error"]
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the engine has room for.
+    """The room of an engine.
 
     rows: outputs made at a time.
     context: tokens of a prompt and its output.
@@ -57,7 +57,7 @@ class Plan:
 
 
 class Piece(NamedTuple):
-    """What an output gained in a round; `finish` is not None in its last piece.
+    """The gain of an output in one round; `finish` is not None in its last piece.
 
     error: why it ended early.
     echoed: in the first piece, log-probabilities of the prompt's own tokens but the first.
@@ -131,13 +131,10 @@ def _arrays(sampling: Sampling) -> Sampling:
     """The same with every field as an array [1]: None becomes the number that changes nothing."""
     most = np.iinfo(np.int32).max
     top_k = most if sampling.top_k is None else min(int(sampling.top_k), most)
-    top_p, min_p = (1.0 if sampling.top_p is None else sampling.top_p, sampling.min_p or 0.0)
-    numbers = {
-        "temperature": sampling.temperature, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": sampling.repetition_penalty or 1.0,
-        "presence_penalty": sampling.presence_penalty or 0.0,
-        "frequency_penalty": sampling.frequency_penalty or 0.0,
-    }  # fmt: skip
+    numbers = {"temperature": sampling.temperature}
+    for name, idle in IDLE.items():
+        given = getattr(sampling, name)
+        numbers[name] = idle if given is None else given
     return Sampling(
         top_k=np.array([top_k], np.int32),
         logit_bias=sampling.logit_bias or LogitBias.of([{}], width=MOST_BIASES),
@@ -194,7 +191,7 @@ class Engine:
 
     @property
     def prefixes(self) -> PrefixCache | None:
-        """What prompts that begin alike share."""
+        """The chunks that prompts have in common."""
         return self._batch.prefixes
 
     @property

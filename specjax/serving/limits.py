@@ -1,4 +1,4 @@
-"""What a connection may do: bytes of a body, time to send it, and the key that it must have."""
+"""The limits of a connection: bytes of a body, time to send it, and the key that it must have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus: the names are vLLM's, with specjax's prefix."""
+"""The counts of a server, for Prometheus: the names are vLLM's, with specjax's prefix."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from specjax.speculation.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """What one output of a request gained.
+    """The gain of one output of a request.
 
     index: the output's number.
     text: new text; a stop text and the model's own end are not in it.

@@ -13,13 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from specjax.serving.errors import Refused
 from specjax.speculation.penalties import LogitBias
-from specjax.speculation.sampling import Sampling
+from specjax.speculation.sampling import IDLE, Sampling
 
 MOST_OUTPUTS = 128  # of one request
 MOST_BIASES = 300  # of one request
 _MOST_TOKENS = 2**20
 _GREEDY = 1e-6  # temperatures below it
-_IDLE = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 Text = Annotated[str, Field(max_length=2**22)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -111,8 +111,8 @@ class Common(Checked):
         """The penalties and the bias that change something."""
         changes: dict[str, Any] = {
             name: value
-            for name, idle in _IDLE.items()
-            if (value := getattr(self, name)) is not None and value != idle
+            for name in _PENALTIES
+            if (value := getattr(self, name)) is not None and value != IDLE[name]
         }
         if self.logit_bias:
             biases = {int(token): bias for token, bias in self.logit_bias.items()}

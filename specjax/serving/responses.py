@@ -1,4 +1,4 @@
-"""What both kinds of response share: heads, counts of tokens, and server-sent events."""
+"""The parts that both kinds of response have: heads, counts of tokens, and server-sent events."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specjax.checks import check_integer, shown
-from specjax.generation.request import MOST_FORCED, Request
+from specjax.generation.request import Request
 from specjax.model.config import ModelConfig
 from specjax.model.sizes import cache_bytes, in_units, most_that_fits
 from specjax.serving.engine import Plan
@@ -57,8 +57,7 @@ def make_plan(
 
 def _rows(config: ModelConfig, request: Request, context: int, most: int) -> int:
     """The rows that fit beside the one into which a prompt is read. Raises ValueError if none."""
-    forced = MOST_FORCED if request.constrained else 0
-    slots = context + max(request.drafter.draft_length, forced) - 1
+    slots = context + request.draft_length - 1
 
     def needed(rows: int) -> int:
         return cache_bytes(config, rows + 1, slots, request.cache_bits)

@@ -118,7 +118,7 @@ class Sampling:
                     value = np.minimum(value, np.iinfo(dtype).max)
             return jnp.broadcast_to(jnp.asarray(value, dtype), (rows, *listed))
 
-        given = ((name, getattr(self, name), idle) for name, idle in _IDLE.items())
+        given = ((name, getattr(self, name), idle) for name, idle in IDLE.items())
         left_out: dict[str, Any] = {
             name: None for name, x, idle in given if isinstance(x, float) and x == idle
         }
@@ -128,7 +128,7 @@ class Sampling:
         return fields
 
 
-_IDLE = {
+IDLE = {  # numbers that change nothing
     "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }  # fmt: skip

@@ -25,14 +25,14 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
 
 
 def say(monkeypatch: pytest.MonkeyPatch, capsys: Any, lines: str, *options: str) -> list[str]:
-    """What is printed after each prompt."""
+    """The texts that are printed after each prompt."""
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert main([*OPTIONS, *options]) == 0
     return capsys.readouterr().out.split("> ")[1:]
 
 
 def answer(tokenizer: Tokenizer, messages: list[tuple[str, str]]) -> str:
-    """What `decode` says to a conversation."""
+    """The answer of `decode` to a conversation."""
     params = specjax.load("tiny")
     text = tokenizer.chat([{"role": role, "content": content} for role, content in messages])
     prompt = tokenizer.encode(text, special_tokens=False)

@@ -84,7 +84,7 @@ def test_plan_layers(llama, tmp_path, capsys) -> None:
 
 
 def test_plan_calibrate(tmp_path, monkeypatch, capsys) -> None:
-    """What was measured is what the default drafter weighs drafts by."""
+    """The default drafter weighs drafts by the costs that were measured."""
     target = tmp_path / "costs.json"
     command = ["plan", "calibrate", "--rows", "2", "--json", str(target)]
     assert main(command) == 1

@@ -193,6 +193,19 @@ def test_an_ended_run_is_taken_up(folder) -> None:
         assert [each.metrics for each in results] == [each.metrics for each in whole]
 
 
+# One row at a time, the counts of Auto are an item's own: no item drafts from another's text.
+def test_counts_do_not_depend_on_the_items_before(folder) -> None:
+    options = {"tasks": ["gsm8k"], "rows": 1, "max_new_tokens": 24}
+    whole, out = folder / "whole.jsonl", folder / "out.jsonl"
+    _evaluate(folder, **options, out=whole)
+    head, _, second = whole.read_bytes().splitlines(keepends=True)
+    out.write_bytes(head + second)  # the first is done again, after the second
+    _evaluate(folder, **options, out=out)
+    assert out.read_bytes() == whole.read_bytes()
+    records = [json.loads(line) for line in whole.read_bytes().splitlines()[1:]]
+    assert any(record["drafted"] for record in records), "a case that tests nothing"
+
+
 # The whole lines of a torn file are kept, and nothing else.
 def test_a_torn_file(tmp_path) -> None:
     settings = {"model": "m"}

@@ -57,7 +57,7 @@ def live_server(
 
 
 def sampling_of(fields: dict[str, Any]) -> specjax.Sampling | None:
-    """What a request's fields mean in the library."""
+    """The meaning of a request's fields in the library."""
     if fields == {"temperature": 0}:
         return None
     biases = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
