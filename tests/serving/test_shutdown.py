@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -24,19 +25,26 @@ BODY = {"model": "tiny", "prompt": "A", "max_tokens": 400, "temperature": 0, "st
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def log(tmp_path: Path) -> Path:
+    """Where the process logs: a file, because a pipe that nobody reads fills up and stops it."""
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def served(log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its address."""
-    process = subprocess.Popen(
-        SERVE, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "SPECJAX_API_KEY": ""},
-    )  # fmt: skip
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            SERVE, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+            env={**os.environ, "SPECJAX_API_KEY": ""},
+        )  # fmt: skip
     assert process.stdout is not None
     try:
         for line in process.stdout:
             if found := re.search(r"http://127\.0\.0\.1:\d+", line):
                 break
         else:
-            pytest.fail(process.stderr.read() if process.stderr else "")
+            pytest.fail(log.read_text())
         yield process, found[0]
     finally:
         process.kill()
@@ -47,7 +55,7 @@ def events(lines: Iterator[str]) -> list[str]:
     return [line.removeprefix("data: ") for line in lines if line]
 
 
-def test_sigterm_lets_a_stream_finish(served) -> None:
+def test_sigterm_lets_a_stream_finish(served, log: Path) -> None:
     process, url = served
     with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -57,9 +65,8 @@ def test_sigterm_lets_a_stream_finish(served) -> None:
     assert answer.status_code == 200 and first.startswith("data: ")
     assert rest[-1] == "[DONE]"
     assert json.loads(rest[-2])["choices"][0]["finish_reason"] in ("stop", "length")
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 0, errors
-    (line,) = errors.splitlines()
+    assert process.wait(timeout=30) == 0, log.read_text()
+    (line,) = log.read_text().splitlines()
     logged = json.loads(line)
     assert logged["completion_tokens"] > 0 and "prompts" not in logged
 
