@@ -71,7 +71,7 @@ def _texts(data: Path, kind: str) -> Iterator[str]:
 
 @cache
 def target(name: str) -> Params:
-    """The model "gguf" or "bfloat16", or the latter by a method: "bfloat12", "nested16", "nested8"."""
+    """The model "gguf" or "bfloat16", or the latter quantized by a method of that name."""
     exact = specjax.load(MODEL)
     if name == "gguf":
         return exact
