@@ -142,6 +142,7 @@ def test_checkpoints_keep_the_rotation(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.recompiled
 @pytest.mark.parametrize(
     ("dtype", "activation", "cache_bits"),

@@ -15,6 +15,7 @@ import specjax
 from specjax.drafting.token_recycling import tree_shape
 from specjax.generation.decoding import start
 from specjax.speculation.rounds import step
+from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 
 PARAMS = quantized_model()
@@ -34,8 +35,7 @@ CASES = [(name, {}) for name in DRAFTERS] + [("wide", SAMPLED), ("narrow", SAMPL
 
 
 @pytest.mark.recompiled
-@pytest.mark.parametrize(("name", "drawn"), CASES)
-@pytest.mark.covering(1)
+@pytest.mark.parametrize(("name", "drawn"), representatives(CASES, ("wide", SAMPLED)))
 def test_output_is_that_of_plain_decoding(name: str, drawn: dict[str, object]) -> None:
     options: dict[str, object] = {"max_new_tokens": NEW, "stop_tokens": (), **drawn}
     plain = specjax.decode(PARAMS, PROMPTS, drafter=specjax.Autoregressive(), **options)
@@ -45,6 +45,7 @@ def test_output_is_that_of_plain_decoding(name: str, drawn: dict[str, object]) -
         assert int(counts.accepted.sum()) > 0, "a case that tests nothing"
 
 
+@pytest.mark.exhaustive
 def test_the_matrix_holds_what_the_target_thought_likely() -> None:
     drafter = specjax.TokenRecycling(9, 4)
     state = start(PARAMS, PROMPTS, drafter=drafter, max_new_tokens=NEW, stop_tokens=())

@@ -48,6 +48,7 @@ def test_outputs_are_those_of_decoding_alone(params, alone, drafter) -> None:
         assert result.error is None and int(result.stats.rounds) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_draft_model_and_levels_are_admitted_row_by_row(params, alone) -> None:
     drafter = specjax.MultiLevel(
         specjax.DraftModel(params, 4, schedule=specjax.Heuristic()), specjax.QSpec(2, "a4")
@@ -60,6 +61,7 @@ def test_a_draft_model_and_levels_are_admitted_row_by_row(params, alone) -> None
     assert int(results[0].levels[0].rounds) > 0
 
 
+@pytest.mark.exhaustive
 def test_samples_are_those_of_the_prompts_own_key(params) -> None:
     keys = jax.random.split(jax.random.key(0), len(PROMPTS))
     options = {

@@ -28,6 +28,7 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
+    Rounded,
     Weight,
     int4_from_integers,
     int8_from_integers,
@@ -78,21 +79,31 @@ def activations_of(weight: Weight) -> tuple[str, ...]:
     return ("a16", "a8", "a4") if isinstance(weight, Quantized) else ("a16",)
 
 
-def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> np.ndarray:
+def reads_integers(implementation: str, weight: Weight, x: jax.Array | np.ndarray) -> bool:
+    """Whether "a16" reads x as integers of 16 bits."""
+    if x.dtype != jnp.bfloat16 or not isinstance(weight, Rounded):
+        return False
+    floats = ("reference", "avx512_bf16", "amx")  # of codes of 4 bits
+    return isinstance(weight, Int8Weight | NestedInt8Weight) or implementation not in floats
+
+
+def represented(
+    x: jax.Array | np.ndarray, weight: Weight, activation: str, implementation: str = "reference"
+) -> np.ndarray:
     """The values of the activations as they are multiplied: f64[M, K]."""
     m, k = x.shape
     if isinstance(weight, Int4Weight) and weight.outliers is not None:
         columns = weight.outliers.columns
         inner, others = dataclasses.replace(weight, outliers=None), np.array(x)
         others[:, columns] = 0
-        values = represented(others, inner, activation)
+        implementation = next(iter(instruction_sets()), "reference")  # which `matmul` chooses
+        values = represented(others, inner, activation, implementation)
         precision = "a16" if activation == "a16" else "a8"
         values[:, columns] = represented(
             np.asarray(x)[:, columns], weight.outliers.weight, precision
         )
         return values
-    split_in_two = isinstance(weight, Int8Weight | NestedInt8Weight) and x.dtype == jnp.bfloat16
-    if activation == "a16" and not split_in_two:
+    if activation == "a16" and not reads_integers(implementation, weight, x):
         return np.asarray(x, np.float64)
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, padded_inputs(k) - k)))
     if activation == "a16":
@@ -108,7 +119,8 @@ def check(implementation: str, x: jax.Array, weight: Weight, activation: str) ->
     # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · |w[n, k]|, 32 float32 roundings. With zeros or minima,
     # which are added at the end, |w[n, k]| grows by all levels · scale. One misplaced nibble or
     # scale costs at least 2^-10.
-    values, w = represented(x, weight, activation), np.asarray(dequantized(weight), np.float64)
+    values = represented(x, weight, activation, implementation)
+    w = np.asarray(dequantized(weight), np.float64)
     magnitude = np.abs(w)
     if isinstance(weight, Int4Weight | Int8Weight) and zero_points(weight) is not None:
         magnitude = magnitude - 2 * weight.smallest * float(weight.scales.max())
@@ -255,9 +267,10 @@ def test_mxfp4_scales_at_the_ends_of_bfloat16(
         w = MXFP4_VALUES[codes] * 2.0 ** (np.repeat(scales, 32, axis=1).astype(int) - 127)
         for m in (1, 9, 40):
             x = random_rows(m, 512) * jnp.bfloat16(factor)
-            magnitude = np.abs(np.asarray(x, np.float64))
+            values = represented(x, weight, "a16", implementation)
+            magnitude = np.abs(values)
             flushed = magnitude[:, 160:192].sum(axis=1, keepdims=True) * 2.0**-126
-            error = np.abs(run(implementation, x, weight, "a16") - np.asarray(x, np.float64) @ w.T)
+            error = np.abs(run(implementation, x, weight, "a16") - values @ w.T)
             assert np.all(error <= magnitude @ np.abs(w).T * 2.0**-19 + flushed)
 
 
@@ -278,7 +291,7 @@ class TestCpu:
     def test_instruction_sets_agree_on_8_bit_weights_at_any_precision(
         self, instruction_set: str
     ) -> None:
-        for name in ("int8-64", "int8-32-minima", "int8-channel"):
+        for name in ("int8-64", "int8-32-minima", "int8-channel", "nested8-64"):
             for stored in (
                 random_weights(70, 300)[name],
                 interleave(random_weights(70, 300)[name]),
@@ -287,6 +300,17 @@ class TestCpu:
                     x = random_rows(m, 300)
                     expected = run(FUSED[-1], x, stored, "a16")
                     np.testing.assert_array_equal(run(instruction_set, x, stored, "a16"), expected)
+
+    @pytest.mark.parametrize("name", ["int4-64", "int4-32-zeros", "int4-32-minima", "mxfp4"])
+    def test_without_products_of_bfloat16_codes_are_multiplied_as_integers(self, name: str) -> None:
+        # The same bits on every such processor.
+        sets = [each for each in FUSED if each not in ("avx512_bf16", "amx")]
+        for stored in (random_weights(70, 300)[name], interleave(random_weights(70, 300)[name])):
+            for m in (1, 9, 40):
+                x = random_rows(m, 300)
+                expected = run(sets[-1], x, stored, "a16")
+                for each in sets[:-1]:
+                    np.testing.assert_array_equal(run(each, x, stored, "a16"), expected)
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_the_number_of_threads_changes_nothing(self, threads: int, tmp_path: Path) -> None:

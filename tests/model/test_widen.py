@@ -44,6 +44,7 @@ def test_every_size_has_grown() -> None:
     assert WIDE.layers[0].q.weight.shape == (12 * 32, 160)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", representatives([None, "rtn", "mxfp4", "int8"], "mxfp4"))
 def test_logits_are_the_small_models(method: str | None) -> None:
     """Groups of 32 divide all sizes here, and hold the same numbers: casts are alike, too."""

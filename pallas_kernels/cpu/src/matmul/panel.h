@@ -173,7 +173,7 @@ struct Decoder {
  private:
   SPECJAX_INLINE Word nibbles(int run, int i, Word codes) const {
 #if defined(__AVX512BW__)
-    if constexpr (A != Arithmetic::kInteger) {
+    if constexpr (!is_integer(A)) {
       return look_up_values<A>(codes >> (8 * i + 4 * run), table);
     }
 #endif
