@@ -25,7 +25,6 @@ from specjax.generation.batch_rows import (
     end_row,
     open_prompt,
     read_chunk,
-    run_round,
     run_rounds,
 )
 from specjax.generation.constraints import Guide
@@ -122,26 +121,32 @@ class Batch:
 
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
-        params, request = self.job.params, self.job.request
-        if self._guides:
-            self.step()
-            return 1
-        return int(self._advance(lambda state: run_rounds(params, request, state, np.int32(limit))))
+        return self._run(limit, 0)[0]
 
-    def step(self) -> Gained:
-        """Runs one round. Returns what all rows gained."""
+    def steps(self, limit: int = 1, room: int = 1) -> Gained:
+        """Runs rounds until a row finishes, at most `limit`. Returns what all rows gained, in
+        arrays [B, rounds, …] on the host.
+
+        room: the most rounds that `limit` ever is. Each has a program of its own.
+        """
+        rounds, gained = self._run(limit, room)
+        whole = jax.tree.map(np.asarray, readable(gained, self.job.params.mesh))
+        told: Gained = jax.tree.map(lambda leaf: leaf[:, :rounds], whole)
+        return told
+
+    def _run(self, limit: int, told: int) -> tuple[int, Gained]:
+        """Runs rounds; returns their number, and the gains of the first `told`."""
         params, request = self.job.params, self.job.request
 
-        def one(state: DecodeState) -> tuple[DecodeState, Gained]:
+        def run(state: DecodeState) -> tuple[DecodeState, tuple[int, Gained]]:
             if self._guides:
                 state, verified = guided_round(params, request, state, self._guides)
-                return state, Gained.of(verified)
-            after: tuple[DecodeState, Gained] = run_round(
-                params, state, request.drafter, request.activation, request.constrained
-            )
-            return after
+                gained = jax.tree.map(lambda leaf: leaf[:, None], Gained.of(verified))
+                return state, (1, gained)
+            state, rounds, gained = run_rounds(params, request, state, np.int32(limit), told)
+            return state, (int(rounds), gained)
 
-        return self._advance(one)
+        return self._advance(run)
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished, or cannot go on."""

@@ -12,20 +12,21 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from specjax.generation.batch import Batch, empty_batch
-from specjax.generation.batch_rows import CHUNK, Waiting
+from specjax.generation.batch import Batch, Completion, empty_batch
+from specjax.generation.batch_rows import CHUNK, Gained, Waiting
 from specjax.generation.constraints import Guide
 from specjax.generation.prefix_cache import PrefixCache
 from specjax.generation.request import Request
-from specjax.generation.streaming import Round, rounds_of
 from specjax.model.params import Params
 from specjax.serving.errors import Busy, Ending
 from specjax.serving.metrics import Metrics
@@ -36,6 +37,9 @@ from specjax.speculation.sampling import IDLE, Sampling
 
 Finish = Literal["stop", "length", "error"]
 _log = logging.getLogger(__name__)
+
+_MOST_ROUNDS = 16  # that the device runs before the host looks
+_MOMENT, _SHORT_MOMENT = 0.025, 0.005  # seconds of them; the short one where a row is free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +165,7 @@ class Engine:
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()
         self._lock, self._asked = threading.Lock(), 0
         self._draining = self._ended = False
+        self._pace = _MOMENT  # seconds of a round
         self._batch = self._new_batch()
         self._thread = threading.Thread(target=self._work, name="specjax-engine", daemon=True)
 
@@ -266,32 +271,47 @@ class Engine:
                 return
         self._batch.fill()
         if self._batch.running:
-            self._round()
+            self._advance()
 
-    def _round(self) -> None:
-        batch = self._batch
-        rows = list(batch.running)
-        after = batch.step()
-        self.metrics.verified(np.asarray(after.drafted)[rows], np.asarray(after.accepted)[rows])
-        for number, gained in rounds_of(batch, after).items():
-            self._tell(number, gained)
+    def _advance(self) -> None:
+        """Runs rounds for a moment, or until a row finishes, and tells who gained."""
+        batch, running = self._batch, dict(self._batch.running)
+        begin = time.perf_counter()
+        gained = batch.steps(self._most_rounds(), _MOST_ROUNDS)
+        self._pace = (time.perf_counter() - begin) / gained.counts.shape[1]
+        rows, finished = list(running), batch.finished()
+        self.metrics.verified(np.asarray(gained.drafted)[rows], np.asarray(gained.accepted)[rows])
+        for row, prompt in running.items():
+            completion = batch.take(row) if row in finished else None
+            own = jax.tree.map(itemgetter(row), gained)
+            self._tell(prompt.number, own, completion)
 
-    def _tell(self, number: int, gained: Round) -> None:
-        """Sends what one output gained, up to its end."""
+    def _most_rounds(self) -> int:
+        """The rounds to run before anybody is heard or told: few where somebody may wait for it."""
+        running = self._batch.running
+        first = any(not self._open[prompt.number][1] for prompt in running.values())
+        if first or self._batch.wanting:
+            return 1
+        moment = _MOMENT if len(running) == self.plan.rows else _SHORT_MOMENT
+        return min(_MOST_ROUNDS, max(1, int(moment / self._pace)))
+
+    def _tell(self, number: int, gained: Gained, completion: Completion | None) -> None:
+        """Sends what one output gained in some rounds, in arrays [rounds, …], up to its end."""
         ask, output = self._open[number]
-        output += gained.tokens
-        end = ask.end(output, len(gained.tokens))
-        tokens, error = gained.tokens, None
+        valid = np.arange(gained.emitted.shape[1]) < gained.counts[:, None]
+        tokens: list[int] = np.asarray(gained.emitted)[valid].tolist()
+        output += tokens
+        end, error = ask.end(output, len(tokens)), None
         finish: Finish | None = None
         if end is not None:
             tokens, finish = tokens[: end - len(output) + len(tokens)], "stop"
-        elif gained.completion is not None:
-            error = gained.completion.error
+        elif completion is not None:
+            error = completion.error
             stopped = bool(output) and output[-1] in self.stop_tokens
             finish = "error" if error else "stop" if stopped else "length"
         logprobs = None
         if ask.scored:
-            logprobs = jax.tree.map(lambda leaf: leaf[: len(tokens)], gained.logprobs)
+            logprobs = jax.tree.map(lambda leaf: leaf[valid][: len(tokens)], gained.logprobs)
         self.metrics.generated(len(tokens))
         piece = Piece(tokens, logprobs, finish, error, self._batch.echoed.pop(number, None))
         if finish is None:
@@ -365,7 +385,9 @@ class Engine:
             if any(prompt.number == given_up for prompt in self._batch.running.values()):
                 self._batch.drop(given_up)
             elif self._batch.running:
-                rounds_of(self._batch, self._batch.step())
+                self._batch.steps(1, _MOST_ROUNDS)
+                for row in self._batch.finished():
+                    self._batch.take(row)
 
 
 def _ignore(_: Piece) -> None:
