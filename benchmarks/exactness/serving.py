@@ -3,9 +3,9 @@
 For every family of drafters: requests, greedy and with a seed, come in a shuffled order from 1 to
 32 clients at a time. Some clients leave in the middle of a stream. Every whole output is compared
 with `specjax.generate` for that request alone. Rows in use and open files are counted before and
-after, and memory after each quarter.
+after, and memory after each quarter. Twelve families with 834 whole responses each are 10,008.
 
-    python -m benchmarks.exactness.serving --model tiny --responses 1000 --json OUT
+    python -m benchmarks.exactness.serving --model tiny --responses 834 --json OUT
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _options() -> Any:
     add("--only", help="one family of drafters")
     add("--prompts", type=int, default=12, help="prompts of each kind")
     add("--max-prompt", type=int, default=100, help="tokens used of each prompt")
-    add("--responses", type=int, default=1000, help="per family")
+    add("--responses", type=int, default=1000, help="whole ones, per family")
     add("--max-new-tokens", type=int, default=24)
     add("--rows", type=int, default=8)
     add("--context", type=int, default=256)
@@ -124,7 +124,7 @@ async def _compare(running: Served, cases: Sequence[Case], responses: int) -> di
         await hear(client, cases[0].body)
         files, memory, begin = running.process.num_fds(), list[int](), time.perf_counter()
         for quarter in range(1, 5):
-            while len(heard) < responses * quarter // 4:
+            while sum(each.whole for _, each in heard) < responses * quarter / 4:
                 chosen = chance.choices(cases, k=chance.randint(1, 32))
                 leaving = [chance.choice((None,) * 4 + (1, 3)) for _ in chosen]
                 found = await asyncio.gather(
