@@ -30,6 +30,7 @@ from specjax.generation.batch_rows import (
 from specjax.generation.constraints import Guide
 from specjax.generation.decoding import failure
 from specjax.generation.guided import Constraints, guided_round, open_guides
+from specjax.generation.kinds import GuidedPrograms, Kind, less_of
 from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
@@ -73,6 +74,7 @@ class Batch:
       rows: prompts decoded at a time.
       like: a prompt that lends free rows its key and its sampling; it is not decoded.
       prefixes: what prompts that begin alike share; None: every prompt is read whole.
+      guided: the programs of rounds with grammars; None: each is compiled by its first round.
 
     waiting: prompts that nobody has read yet. More may be appended at any time between two calls.
     running: the prompts in the rows, by row.
@@ -82,9 +84,11 @@ class Batch:
     """
 
     def __init__(
-        self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None
-    ) -> None:
+        self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None,
+        guided: GuidedPrograms | None = None,
+    ) -> None:  # fmt: skip
         self.job, self.prefixes, self._rows = job, prefixes, rows
+        self.guided = guided or GuidedPrograms()
         self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Waiting] = {}
         self._guides: dict[int, Guide] = {}
@@ -140,8 +144,10 @@ class Batch:
 
         def run(state: DecodeState) -> tuple[DecodeState, tuple[int, Gained]]:
             if self._guides:
-                state, verified = guided_round(params, request, state, self._guides)
-                gained = jax.tree.map(lambda leaf: leaf[:, None], Gained.of(verified))
+                ahead = self.guided.ahead
+                state, verified = guided_round(params, request, state, self._guides, ahead)
+                gained = Gained.of(verified)
+                gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], gained)
                 return state, (1, gained)
             state, rounds, gained = run_rounds(params, request, state, np.int32(limit), told)
             return state, (int(rounds), gained)
@@ -210,7 +216,8 @@ class Batch:
 
     def _advance(self, program: Callable[[DecodeState], tuple[DecodeState, Result]]) -> Result:
         """Runs a program on the state without what no running prompt asks for: it costs less."""
-        less, before = self._less(), self.state
+        before = self.state
+        less = less_of(before, self._kind())
         after, result = program(dataclasses.replace(before, **less))
         aside: dict[str, Any] = {name: getattr(before, name) for name in less}
         if after.sampling is not None and before.sampling is not None:  # parts of it ran, donated
@@ -218,17 +225,10 @@ class Batch:
         self.state = dataclasses.replace(after, **aside)
         return result
 
-    def _less(self) -> dict[str, Any]:
-        """The fields of the state that hold less than usual. Each case has a program of its own, so
-        there are few: who asks for penalties gets scores, and who asks for scores draws."""
-        prompts, sampling = self.running.values(), self.state.sampling
-        if sampling is None or any(prompt.penalizes for prompt in prompts):
-            return {}
-        if any(prompt.scores for prompt in prompts):
-            return {"sampling": sampling.without_penalties()}
-        if any(prompt.draws for prompt in prompts):
-            return {"sampling": sampling.without_penalties(), "logprobs": None}
-        return {"sampling": None, "keys": None, "logprobs": None}
+    def _kind(self) -> Kind:
+        """The least kind of rounds that gives every running prompt what it asks for."""
+        kind = max(prompt.kind for prompt in self.running.values())
+        return self.guided.least(kind) if self._guides else kind
 
     def _error(self, row: int) -> str | None:
         """Why the row's grammar cannot be followed any further; None: it can, or there is none."""
@@ -286,6 +286,7 @@ def empty_batch(
     *,
     sampling: Sampling | None = None,
     prefixes: PrefixCache | None = None,
+    guided: GuidedPrograms | None = None,
 ) -> Batch:
     """Returns a batch without prompts; they are appended to its `waiting` as they come.
 
@@ -296,7 +297,7 @@ def empty_batch(
       rows: prompts decoded at a time.
       context: tokens of a prompt and its output, at most.
       sampling: in arrays [1], of fields like every prompt's; None: all are decoded greedily.
-      prefixes: what prompts that begin alike share; None: every prompt is read whole.
+      prefixes, guided: as in `Batch`.
 
     Raises ValueError where the rows do not fit the model or the memory.
     """
@@ -304,7 +305,7 @@ def empty_batch(
     request = request.sharing(params).for_width(params, context - 1, rows)
     key = None if sampling is None else jax.random.key(0)[None]
     like = Waiting(-1, np.zeros(1, np.int32), 2, key, sampling)
-    return Batch(Job(params, request, context - 1), rows, like, prefixes)
+    return Batch(Job(params, request, context - 1), rows, like, prefixes, guided)
 
 
 def _of_prompt(values: Values, number: int) -> Values:

@@ -22,6 +22,7 @@ from pallas_kernels.cache_entries import Entries
 from pallas_kernels.settings import own_settings
 from specjax.generation.constraints import Guide
 from specjax.generation.decoding import begin, empty_cache
+from specjax.generation.kinds import Kind
 from specjax.generation.request import Request
 from specjax.generation.rows import Rows
 from specjax.model.kv_cache import KVCache
@@ -56,9 +57,7 @@ class Waiting(NamedTuple):
     key: [1], or None where all prompts are decoded greedily.
     sampling: in arrays [1], or None where all are decoded greedily.
     guide: of the grammar that its output keeps to; None: it is free.
-    draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
-    scores: False where nobody asks for its log-probabilities.
-    penalizes: False where the penalties and the bias of its sampling change nothing.
+    kind: the least kind of rounds that gives it what it asks for.
     echoes: whether the log-probabilities of its own tokens are asked for as well.
     """
 
@@ -68,10 +67,8 @@ class Waiting(NamedTuple):
     key: jax.Array | None
     sampling: Sampling | None
     guide: Guide | None = None
-    draws: bool = True
-    scores: bool = True
+    kind: Kind = Kind.PENALIZED
     echoes: bool = False
-    penalizes: bool = True
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""

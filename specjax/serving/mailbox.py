@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from specjax.serving.engine import Piece
+from specjax.serving.asks import Piece
 
 
 class Mailbox:

@@ -17,7 +17,8 @@ import numpy as np
 
 from specjax.generation.constraints import CANNOT_BE_FOLLOWED, Guide
 from specjax.generation.text import ChatTokenizer, StopStrings, TextStream
-from specjax.serving.engine import Ask, Engine, Finish, Piece
+from specjax.serving.asks import Ask, Finish, Piece
+from specjax.serving.engine import Engine
 from specjax.serving.errors import Refused
 from specjax.serving.mailbox import Mailbox
 from specjax.serving.requests import Common

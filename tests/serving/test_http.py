@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import specjax
-from specjax.serving.engine import Plan
+from specjax.serving.asks import Plan
 from tests.support.live_server import Live, live_server
 
 MESSAGES: list[Any] = [

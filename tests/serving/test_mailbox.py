@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from specjax.serving.engine import Piece
+from specjax.serving.asks import Piece
 from specjax.serving.mailbox import Mailbox
 from specjax.speculation.logprobs import Logprobs
 
