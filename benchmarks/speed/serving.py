@@ -42,12 +42,15 @@ def main() -> int:
         options.model, "--rows", str(options.rows), "--queue", "1000", "--name", "model",
         "--drafter", options.drafter,
     ]  # fmt: skip
-    with served([*common, "--prefix-memory", "0"]) as running:
-        rows = _throughput(running, options, prompts)
-        print(*rows, sep="\n", flush=True)
-        rows += asyncio.run(_latency(running, options, prompts))
-        print(*rows[-len(options.clients) :], sep="\n", flush=True)
-    rows += _prefix(options, tokenizer, common)
+    rows: list[dict[str, Any]] = []
+    if options.part in (None, "throughput", "latency"):
+        with served([*common, "--prefix-memory", "0"]) as running:
+            if options.part != "latency":
+                rows += _throughput(running, options, prompts)
+            if options.part != "throughput":
+                rows += asyncio.run(_latency(running, options, prompts))
+    if options.part in (None, "prefix"):
+        rows += _prefix(options, tokenizer, common)
     print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
     settings = {"model": options.model, "rows": options.rows, "drafter": options.drafter}
     write(options.json, [settings | row for row in rows])
@@ -59,6 +62,7 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny")
     add("--drafter", default="autoregressive", help="by its name, without a model of its own")
+    add("--part", choices=("throughput", "latency", "prefix"), help="measure this alone")
     add("--rows", type=int, default=8)
     add("--prompts", type=int, default=64)
     add("--max-prompt", type=int, default=256, help="tokens used of each prompt")
