@@ -71,7 +71,7 @@ class Tokenizer:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         answer: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:

@@ -1,8 +1,9 @@
 """Measures `specjax serve`: throughput beside `decode_many`, and what clients wait for.
 
 - throughput: the same prompts through `decode_many` and from as many clients as there are rows, and
-  from 32, in turns; tokens per second are medians. Nothing is kept from one turn to the next: no
-  prefixes, and by default a drafter without a memory.
+  from 32, who ask for whole answers and for streams, in turns; tokens per second are medians, and
+  so are a turn's ratios and the processor's time per token. Nothing is kept from one turn to the
+  next: no prefixes, and by default a drafter without a memory.
 - latency: seconds to the first token and between two events, at several numbers of clients.
 - prefix: requests that begin with the same long system prompt, one after the other, with and
   without the prefix cache; their outputs are compared.
@@ -19,13 +20,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import specjax
 from benchmarks.support.common import parser, table, text_prompts, write
-from benchmarks.support.served import Heard, Served, clients, crowd, served
+from benchmarks.support.served import Heard, Served, clients, crowd, hear, receive, served
 from specjax import drafting
 
 KINDS = ("arithmetic", "python", "chat")
@@ -38,15 +39,18 @@ def main() -> int:
     chosen = np.random.default_rng(0).permutation(len(texts))[: options.prompts]
     prompts = [tokenizer.encode(texts[i])[: options.max_prompt] for i in chosen]
     common = [
-        options.model, "--rows", str(options.rows), "--context", str(options.context),
-        "--queue", "1000", "--name", "model", "--drafter", options.drafter,
+        options.model, "--rows", str(options.rows), "--queue", "1000", "--name", "model",
+        "--drafter", options.drafter,
     ]  # fmt: skip
-    with served([*common, "--prefix-memory", "0"]) as running:
-        rows = _throughput(running, options, prompts)
-        print(*rows, sep="\n", flush=True)
-        rows += asyncio.run(_latency(running, options, prompts))
-        print(*rows[-len(options.clients) :], sep="\n", flush=True)
-    rows += _prefix(options, tokenizer, common)
+    rows: list[dict[str, Any]] = []
+    if options.part in (None, "throughput", "latency"):
+        with served([*common, "--prefix-memory", "0"]) as running:
+            if options.part != "latency":
+                rows += _throughput(running, options, prompts)
+            if options.part != "throughput":
+                rows += asyncio.run(_latency(running, options, prompts))
+    if options.part in (None, "prefix"):
+        rows += _prefix(options, tokenizer, common)
     print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
     settings = {"model": options.model, "rows": options.rows, "drafter": options.drafter}
     write(options.json, [settings | row for row in rows])
@@ -58,8 +62,8 @@ def _options() -> Any:
     add = parse.add_argument
     add("--model", default="tiny")
     add("--drafter", default="autoregressive", help="by its name, without a model of its own")
+    add("--part", choices=("throughput", "latency", "prefix"), help="measure this alone")
     add("--rows", type=int, default=8)
-    add("--context", type=int, default=2048)
     add("--prompts", type=int, default=64)
     add("--max-prompt", type=int, default=256, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=64)
@@ -81,34 +85,56 @@ def _throughput(
     params = specjax.load(options.model)
     bodies = [_body(prompt, options) for prompt in prompts]
 
-    def library() -> float:
-        begin = time.perf_counter()
+    def library() -> Turn:
+        begin, before = time.perf_counter(), time.process_time()
         found = specjax.decode_many(
             params, prompts, rows=options.rows, drafter=drafting.make(options.drafter),
             max_new_tokens=options.max_new_tokens,
         )  # fmt: skip
         tokens = sum(int(each.stats.generated) for each in found)
-        return tokens / (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return Turn(tokens / seconds, (time.process_time() - before) / tokens)
 
-    async def server(count: int) -> float:
+    async def server(count: int, stream: bool) -> Turn:
+        before = _processor_seconds(running)
         async with clients(running) as client:
-            heard, seconds = await crowd(client, bodies, count)
-        return sum(each.tokens for each in heard) / seconds
+            heard, seconds = await crowd(client, bodies, count, hear if stream else receive)
+        tokens = sum(each.tokens for each in heard)
+        return Turn(tokens / seconds, (_processor_seconds(running) - before) / tokens)
 
     library()  # compiles
-    counts = sorted({options.rows, 32})
+    kinds = [(count, stream) for count in sorted({options.rows, 32}) for stream in (False, True)]
     turns = [
-        [library(), *(asyncio.run(server(count)) for count in counts)]
-        for _ in range(options.repeats)
+        [library(), *(asyncio.run(server(*kind)) for kind in kinds)] for _ in range(options.repeats)
     ]
-    base, *others = (statistics.median(column) for column in zip(*turns, strict=True))
+    base, *others = zip(*turns, strict=True)
     return [
-        {
-            "part": "throughput", "clients": count, "tokens_per_second": speed,
-            "decode_many_tokens_per_second": base, "ratio": speed / base,
-        }
-        for count, speed in zip(counts, others, strict=True)
-    ]  # fmt: skip
+        {"part": "throughput", "clients": count, "streams": stream, **_beside(own, base)}
+        for (count, stream), own in zip(kinds, others, strict=True)
+    ]
+
+
+class Turn(NamedTuple):
+    """Tokens per second, and the process's seconds on processors per token."""
+
+    speed: float
+    cost: float
+
+
+def _processor_seconds(running: Served) -> float:
+    times = running.process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _beside(own: Sequence[Turn], base: Sequence[Turn]) -> dict[str, float]:
+    middle = statistics.median
+    return {
+        "tokens_per_second": middle(each.speed for each in own),
+        "decode_many_tokens_per_second": middle(each.speed for each in base),
+        "ratio": middle(a.speed / b.speed for a, b in zip(own, base, strict=True)),
+        "processor_ms_per_token": 1e3 * middle(each.cost for each in own),
+        "decode_many_processor_ms_per_token": 1e3 * middle(each.cost for each in base),
+    }
 
 
 async def _latency(

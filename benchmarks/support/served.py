@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -106,15 +106,26 @@ async def hear(
     return Heard(text, first, gaps, tokens, True)
 
 
+async def receive(client: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
+    """Asks for a completion as one object."""
+    begin = time.perf_counter()
+    answer = await client.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    found, seconds = answer.json(), time.perf_counter() - begin
+    tokens = found["usage"]["completion_tokens"]
+    return Heard(found["choices"][0]["text"], seconds, [], tokens, True)
+
+
 async def crowd(
-    client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], count: int
-) -> tuple[list[Heard], float]:
+    client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], count: int,
+    ask: Callable[[httpx.AsyncClient, dict[str, Any]], Awaitable[Heard]] = hear,
+) -> tuple[list[Heard], float]:  # fmt: skip
     """Asks for all from `count` clients at a time. Returns what they heard, and the seconds."""
     free, begin = asyncio.Semaphore(count), time.perf_counter()
 
     async def one(body: dict[str, Any]) -> Heard:
         async with free:
-            return await hear(client, body)
+            return await ask(client, body)
 
     heard = await asyncio.gather(*map(one, bodies))
     return heard, time.perf_counter() - begin

@@ -154,4 +154,4 @@ class _Speaker:
         while batch.busy:
             batch.fill()
             if batch.running:
-                yield rounds_of(batch, batch.step())[self._turn]
+                yield rounds_of(batch)[self._turn]

@@ -18,7 +18,7 @@ from specjax.commands.options import Target, add_cache_bits, add_quantize, integ
 from specjax.generation.request import Request
 
 if TYPE_CHECKING:
-    from specjax.serving.engine import Plan
+    from specjax.serving.asks import Plan
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 _KEY = "SPECJAX_API_KEY"

@@ -25,12 +25,12 @@ from specjax.generation.batch_rows import (
     end_row,
     open_prompt,
     read_chunk,
-    run_round,
     run_rounds,
 )
 from specjax.generation.constraints import Guide
 from specjax.generation.decoding import failure
 from specjax.generation.guided import Constraints, guided_round, open_guides
+from specjax.generation.kinds import GuidedPrograms, Kind, less_of
 from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
@@ -74,6 +74,7 @@ class Batch:
       rows: prompts decoded at a time.
       like: a prompt that lends free rows its key and its sampling; it is not decoded.
       prefixes: what prompts that begin alike share; None: every prompt is read whole.
+      guided: the programs of rounds with grammars; None: each is compiled by its first round.
 
     waiting: prompts that nobody has read yet. More may be appended at any time between two calls.
     running: the prompts in the rows, by row.
@@ -83,9 +84,11 @@ class Batch:
     """
 
     def __init__(
-        self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None
-    ) -> None:
+        self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None,
+        guided: GuidedPrograms | None = None,
+    ) -> None:  # fmt: skip
         self.job, self.prefixes, self._rows = job, prefixes, rows
+        self.guided = guided or GuidedPrograms()
         self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Waiting] = {}
         self._guides: dict[int, Guide] = {}
@@ -122,26 +125,34 @@ class Batch:
 
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
-        params, request = self.job.params, self.job.request
-        if self._guides:
-            self.step()
-            return 1
-        return int(self._advance(lambda state: run_rounds(params, request, state, np.int32(limit))))
+        return self._run(limit, 0)[0]
 
-    def step(self) -> Gained:
-        """Runs one round. Returns what all rows gained."""
+    def steps(self, limit: int = 1, room: int = 1) -> Gained:
+        """Runs rounds until a row finishes, at most `limit`. Returns what all rows gained, in
+        arrays [B, rounds, …] on the host.
+
+        room: the most rounds that `limit` ever is. Each has a program of its own.
+        """
+        rounds, gained = self._run(limit, room)
+        whole = jax.tree.map(np.asarray, readable(gained, self.job.params.mesh))
+        told: Gained = jax.tree.map(lambda leaf: leaf[:, :rounds], whole)
+        return told
+
+    def _run(self, limit: int, told: int) -> tuple[int, Gained]:
+        """Runs rounds; returns their number, and the gains of the first `told`."""
         params, request = self.job.params, self.job.request
 
-        def one(state: DecodeState) -> tuple[DecodeState, Gained]:
+        def run(state: DecodeState) -> tuple[DecodeState, tuple[int, Gained]]:
             if self._guides:
-                state, verified = guided_round(params, request, state, self._guides)
-                return state, Gained.of(verified)
-            after: tuple[DecodeState, Gained] = run_round(
-                params, state, request.drafter, request.activation, request.constrained
-            )
-            return after
+                ahead = self.guided.ahead
+                state, verified = guided_round(params, request, state, self._guides, ahead)
+                gained = Gained.of(verified)
+                gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], gained)
+                return state, (1, gained)
+            state, rounds, gained = run_rounds(params, request, state, np.int32(limit), told)
+            return state, (int(rounds), gained)
 
-        return self._advance(one)
+        return self._advance(run)
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished, or cannot go on."""
@@ -205,7 +216,8 @@ class Batch:
 
     def _advance(self, program: Callable[[DecodeState], tuple[DecodeState, Result]]) -> Result:
         """Runs a program on the state without what no running prompt asks for: it costs less."""
-        less, before = self._less(), self.state
+        before = self.state
+        less = less_of(before, self._kind())
         after, result = program(dataclasses.replace(before, **less))
         aside: dict[str, Any] = {name: getattr(before, name) for name in less}
         if after.sampling is not None and before.sampling is not None:  # parts of it ran, donated
@@ -213,17 +225,10 @@ class Batch:
         self.state = dataclasses.replace(after, **aside)
         return result
 
-    def _less(self) -> dict[str, Any]:
-        """The fields of the state that hold less than usual. Each case has a program of its own, so
-        there are few: who asks for penalties gets scores, and who asks for scores draws."""
-        prompts, sampling = self.running.values(), self.state.sampling
-        if sampling is None or any(prompt.penalizes for prompt in prompts):
-            return {}
-        if any(prompt.scores for prompt in prompts):
-            return {"sampling": sampling.without_penalties()}
-        if any(prompt.draws for prompt in prompts):
-            return {"sampling": sampling.without_penalties(), "logprobs": None}
-        return {"sampling": None, "keys": None, "logprobs": None}
+    def _kind(self) -> Kind:
+        """The least kind of rounds that gives every running prompt what it asks for."""
+        kind = max(prompt.kind for prompt in self.running.values())
+        return self.guided.least(kind) if self._guides else kind
 
     def _error(self, row: int) -> str | None:
         """Why the row's grammar cannot be followed any further; None: it can, or there is none."""
@@ -281,6 +286,7 @@ def empty_batch(
     *,
     sampling: Sampling | None = None,
     prefixes: PrefixCache | None = None,
+    guided: GuidedPrograms | None = None,
 ) -> Batch:
     """Returns a batch without prompts; they are appended to its `waiting` as they come.
 
@@ -291,7 +297,7 @@ def empty_batch(
       rows: prompts decoded at a time.
       context: tokens of a prompt and its output, at most.
       sampling: in arrays [1], of fields like every prompt's; None: all are decoded greedily.
-      prefixes: what prompts that begin alike share; None: every prompt is read whole.
+      prefixes, guided: as in `Batch`.
 
     Raises ValueError where the rows do not fit the model or the memory.
     """
@@ -299,7 +305,7 @@ def empty_batch(
     request = request.sharing(params).for_width(params, context - 1, rows)
     key = None if sampling is None else jax.random.key(0)[None]
     like = Waiting(-1, np.zeros(1, np.int32), 2, key, sampling)
-    return Batch(Job(params, request, context - 1), rows, like, prefixes)
+    return Batch(Job(params, request, context - 1), rows, like, prefixes, guided)
 
 
 def _of_prompt(values: Values, number: int) -> Values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ from pallas_kernels.cache_entries import Entries
 from pallas_kernels.settings import own_settings
 from specjax.generation.constraints import Guide
 from specjax.generation.decoding import begin, empty_cache
+from specjax.generation.kinds import Kind
 from specjax.generation.request import Request
 from specjax.generation.rows import Rows
 from specjax.model.kv_cache import KVCache
-from specjax.model.parallel import blank_rows, everywhere, on_mesh, own_row, row_specs
+from specjax.model.parallel import ROWS, blank_rows, everywhere, on_mesh, own_row, row_specs
 from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation.drafter import Drafter
@@ -56,9 +57,7 @@ class Waiting(NamedTuple):
     key: [1], or None where all prompts are decoded greedily.
     sampling: in arrays [1], or None where all are decoded greedily.
     guide: of the grammar that its output keeps to; None: it is free.
-    draws: False where its sampling is only the greedy choice, written as `top_k` of 1.
-    scores: False where nobody asks for its log-probabilities.
-    penalizes: False where the penalties and the bias of its sampling change nothing.
+    kind: the least kind of rounds that gives it what it asks for.
     echoes: whether the log-probabilities of its own tokens are asked for as well.
     """
 
@@ -68,17 +67,20 @@ class Waiting(NamedTuple):
     key: jax.Array | None
     sampling: Sampling | None
     guide: Guide | None = None
-    draws: bool = True
-    scores: bool = True
+    kind: Kind = Kind.PENALIZED
     echoes: bool = False
-    penalizes: bool = True
 
     def rows(self, width: int) -> Rows:
         """The prompt as a batch of one, its tokens padded to `width`."""
-        tokens = np.zeros((1, width), np.int32)
+        tokens = _int32(np.zeros((1, width)))
         tokens[0, : len(self.tokens)] = self.tokens
-        length, limit = (jnp.array([each], jnp.int32) for each in (len(self.tokens), self.limit))
-        return Rows(jnp.asarray(tokens), length, limit, self.key, self.sampling)
+        length, limit = _int32([len(self.tokens)]), _int32([self.limit])
+        return Rows(tokens, length, limit, self.key, self.sampling)
+
+
+def _int32(numbers: Any) -> Any:
+    """An array of the host for a program. To make one on the device is a program of its own."""
+    return np.array(numbers, np.int32)
 
 
 class Gained(NamedTuple):
@@ -133,7 +135,7 @@ def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
     done, end = reading.done, reading.done + min(CHUNK, reading.unread)
     chunk = np.zeros((1, CHUNK), np.int32)
     chunk[0, : end - done] = reading.prompt.tokens[done:end]
-    cache = reading.cache.with_lengths(jnp.array([done], jnp.int32))
+    cache = reading.cache.with_lengths(_int32([done]))
     if not reading.prompt.echoes:
         cache = _chunk(job.params, chunk, cache, job.request.activation)
         return reading._replace(cache=cache, done=end)
@@ -255,33 +257,52 @@ def run_round(
     return state, Gained.of(verified, drafter.source(state.draft))
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, donate_argnames="state", static_argnames="told")
 @own_settings()
 def run_rounds(
-    params: Params, request: Request, state: DecodeState, limit: jax.Array
-) -> tuple[DecodeState, jax.Array]:
-    """Runs rounds until a running row finishes, at most `limit`. Returns their number as well."""
-    mesh = params.mesh
+    params: Params, request: Request, state: DecodeState, limit: jax.Array, told: int = 0
+) -> tuple[DecodeState, jax.Array, Gained]:
+    """Runs rounds until a running row finishes, at most `limit`.
+
+    Returns their number as well, and the gains of the first `told` of them, in arrays
+    [B, told, …].
+    """
+    mesh, drafter = params.mesh, request.drafter
 
     def rounds(
         params: Params, request: Request, limit: jax.Array, state: DecodeState
-    ) -> tuple[DecodeState, jax.Array]:
+    ) -> tuple[DecodeState, jax.Array, Gained]:
         before = state.finished
 
-        def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
+        def one(state: DecodeState) -> tuple[DecodeState, Gained]:
+            state, verified = step(
+                params, state, request.drafter, request.activation, matched=request.constrained
+            )
+            return state, Gained.of(verified, drafter.source(state.draft))
+
+        def more(carry: tuple[DecodeState, jax.Array, Gained]) -> jax.Array:
             # A row that waits for a prompt waits for all devices, so they stop together.
             same = everywhere(jnp.all(carry[0].finished == before), mesh)
             return (carry[1] < limit) & same
 
-        def one(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            state, _ = step(
-                params, carry[0], request.drafter, request.activation, matched=request.constrained
-            )
-            return state, carry[1] + 1
+        def another(
+            carry: tuple[DecodeState, jax.Array, Gained],
+        ) -> tuple[DecodeState, jax.Array, Gained]:
+            state, done, gains = carry
+            state, gained = one(state)
+            if told:
+                gains = jax.tree.map(lambda all_, own: all_.at[:, done].set(own), gains, gained)
+            return state, done + 1, gains
 
-        return lax.while_loop(more, one, (state, jnp.int32(0)))
+        def blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((leaf.shape[0], told, *leaf.shape[1:]), leaf.dtype)
 
-    return on_mesh(rounds, mesh, (params, request, limit), (state,), out=(row_specs(state), P()))
+        none: Gained = jax.tree.map(blank, jax.eval_shape(one, state)[1])
+        return lax.while_loop(more, another, (state, jnp.int32(0), none))
+
+    return on_mesh(
+        rounds, mesh, (params, request, limit), (state,), out=(row_specs(state), P(), ROWS)
+    )
 
 
 @jax.jit

@@ -20,7 +20,7 @@ from specjax.checks import printable, shown
 
 CANNOT_BE_FOLLOWED = "the grammar cannot be followed"  # begins an error
 _MOST_CHARACTERS = 2**20  # of a schema, a pattern or a grammar
-_SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
 @runtime_checkable
@@ -73,7 +73,7 @@ class Constraint:
             raise ValueError(f"a JSON schema must hold JSON values: {printable(error)}") from None
         _check_size("a JSON schema", text)
         try:
-            grammar = _matcher_class().grammar_from_json_schema(text, overrides=_SEPARATORS)
+            grammar = _matcher_class().grammar_from_json_schema(text, overrides=SEPARATORS)
         except ValueError as error:
             raise ValueError(f"a JSON schema must be a JSON object: {_sentence(error)}") from None
         return cls._checked("the JSON schema", grammar, tokenizer)

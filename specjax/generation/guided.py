@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import shown
+from specjax.generation.ahead import Ahead
 from specjax.generation.constraints import Constraint, Guide
 from specjax.generation.request import MOST_FORCED, Request
 from specjax.model.params import Params
@@ -23,12 +26,18 @@ Constraints = Constraint | Sequence[Constraint | None] | None  # of all prompts,
 
 
 def guided_round(
-    params: Params, request: Request, state: DecodeState, guides: Mapping[int, Guide]
+    params: Params,
+    request: Request,
+    state: DecodeState,
+    guides: Mapping[int, Guide],
+    ahead: Ahead | None = None,
 ) -> tuple[DecodeState, Verified]:
     """Runs one round. The given state is donated, and the guides advance.
 
     guides: of the rows that keep to a grammar, by row. The others take part in the round freely.
+    ahead: the programs that `compile_ahead` has made; None: none.
     """
+    run = (ahead or Ahead()).run
     drafter = request.drafter
     running = np.flatnonzero(~np.asarray(state.finished))
     own = {row: guides[row] for row in running.tolist() if row in guides}
@@ -37,16 +46,37 @@ def guided_round(
     if skips:
         proposal = _chain(forced, len(state.finished))
     else:
-        proposal, state = propose(params, state, drafter)
+        proposal, state = run(propose, params, state, drafter)
     masks = _masks(proposal, own, state.vocab_size)
     proposal = dataclasses.replace(proposal, allowed=jnp.asarray(masks))
-    state, verified = conclude(
-        params, state, drafter, proposal, activation=request.activation, observed=not skips
-    )
+    state, verified = run(
+        conclude, params, state, drafter, proposal, activation=request.activation,
+        observed=not skips,
+    )  # fmt: skip
     emitted, counts = np.asarray(verified.emitted), np.asarray(verified.count)
     for row, guide in own.items():
         guide.advance(emitted[row, : counts[row]].tolist())
     return state, verified
+
+
+def compile_ahead(ahead: Ahead, params: Params, request: Request, state: DecodeState) -> None:
+    """Compiles every program of guided rounds. state: in `jax.ShapeDtypeStruct`s."""
+    drafter, rows = request.drafter, len(state.finished)
+
+    def compile_(proposal: Proposal, state: DecodeState, observed: bool) -> None:
+        shape = (rows, proposal.tokens.shape[1] + 1, -(-state.vocab_size // 32))
+        allowed: Any = jax.ShapeDtypeStruct(shape, np.uint32)
+        proposal = dataclasses.replace(proposal, allowed=allowed)
+        ahead.compile(
+            conclude, params, state, drafter, proposal, activation=request.activation,
+            observed=observed,
+        )  # fmt: skip
+
+    if drafter.skippable:
+        compile_(_chain({}, rows), state, observed=False)
+    if not drafter.skippable or drafter.draft_length:
+        proposal, state = ahead.compile(propose, params, state, drafter)
+        compile_(proposal, state, observed=True)
 
 
 def _pays(forced: int, running: int, draft_length: int) -> bool:

@@ -8,7 +8,6 @@ from operator import itemgetter
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from specjax.files.kept_programs import kept
 from specjax.generation.batch import Batch, Completion, completed, open_batch
@@ -166,8 +165,8 @@ def _stream_one(
         if state.finished[0] or error is not None:
             completion = completed(params, request, state, 0)
             completion = dataclasses.replace(completion, error=error or completion.error)
-        (one,) = _rounds(gained, params.mesh, request.drafter.sources)
-        yield dataclasses.replace(one, completion=completion)
+        own = jax.tree.map(lambda leaf: np.asarray(leaf)[0], readable(gained, params.mesh))
+        yield dataclasses.replace(_round(own, request.drafter.sources), completion=completion)
     if completion.error is not None:
         raise ValueError(completion.error)
 
@@ -181,29 +180,24 @@ def _stream_batch(
     while batch is not None and batch.busy:
         batch.fill()
         if batch.running:
-            yield from rounds_of(batch, batch.step()).items()
+            yield from rounds_of(batch).items()
 
 
-def rounds_of(batch: Batch, gained: Gained) -> dict[int, Round]:
-    """Returns the round of every running prompt, by its number, and frees the finished rows."""
-    job, finished = batch.job, batch.finished()
-    rounds = _rounds(gained, job.params.mesh, job.request.drafter.sources)
+def rounds_of(batch: Batch) -> dict[int, Round]:
+    """Runs one round. Returns that of every running prompt, by its number, and frees the finished
+    rows."""
+    gained = batch.steps()
+    finished, sources = batch.finished(), batch.job.request.drafter.sources
     taken = {}
     for row, prompt in list(batch.running.items()):
+        one = _round(jax.tree.map(itemgetter((row, 0)), gained), sources)
         end = batch.take(row) if row in finished else None
-        taken[prompt.number] = dataclasses.replace(rounds[row], completion=end)
+        taken[prompt.number] = dataclasses.replace(one, completion=end)
     return taken
 
 
-def _rounds(gained: Gained, mesh: Mesh | None, sources: Sequence[str]) -> list[Round]:
-    """Returns the round of every row. sources: names of the drafter's parts."""
-    whole = jax.tree.map(np.asarray, readable(gained, mesh))
-    rows = (jax.tree.map(itemgetter(row), whole) for row in range(len(whole.counts)))
-    return [_round(row, sources) for row in rows]
-
-
 def _round(gained: Gained, sources: Sequence[str]) -> Round:
-    """Returns one row's round."""
+    """Returns one row's round. sources: names of the drafter's parts."""
     source = gained.source
     count = int(gained.counts)
     kept = min(int(gained.accepted), count)

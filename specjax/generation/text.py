@@ -33,7 +33,7 @@ class ToolTokenizer(ChatTokenizer, Protocol):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str: ...

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,10 +28,15 @@ from specjax.serving.outputs import Gain, Outputs
 from specjax.serving.requests import ChatRequest, Common, CompletionRequest
 from specjax.serving.responses import Head, Writer, events, whole
 from specjax.serving.token_texts import TokenTexts
+from specjax.serving.tools import writes_calls
 from specjax.version import __version__
 
 T = TypeVar("T")
 LOG = "specjax.requests"  # the logger of requests, a line of JSON each
+_UNKNOWN_CALLS = (
+    "tool_choice can ask for a call only where the model's chat template has it written as "
+    '<tool_call>{"name": …, "arguments": …}</tool_call>, and this one does not'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,7 @@ class _Routes:
     def __init__(self, engine: Engine, tokenizer: ToolTokenizer, door: Door) -> None:
         self._engine, self._tokenizer, self._door = engine, tokenizer, door
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
+        self._calls = writes_calls(tokenizer)
         watch = engine.metrics.watch
         watch("num_requests_running", "outputs that have a row", lambda: engine.running)
         watch(
@@ -126,11 +132,16 @@ class _Routes:
         """Answers a conversation."""
         self._check(asked)
         asked.check_logprobs()
+        functions = asked.tools_to_call()
+        if functions and not self._calls:
+            raise Refused(400, _UNKNOWN_CALLS, param="tool_choice")
         prompt = await run_in_threadpool(self._rendered, asked)
         new = asked.max_completion_tokens or asked.max_tokens
         most = (asked.top_logprobs or 0) if asked.logprobs else None
-        outputs = await self._outputs(asked, [prompt], new, most)
-        writer = chat.ChatWriter(asked, self._texts)
+        outputs = await self._outputs(asked, [prompt], new, most, functions=functions)
+        tools = asked.tools_shown() if self._calls else None
+        names = {tool["function"]["name"] for tool in tools or ()}
+        writer = chat.ChatWriter(asked, self._texts, names)
         return await self._answer(request, chat.head(asked), writer, outputs)
 
     def _check(self, asked: Common) -> None:
@@ -144,15 +155,16 @@ class _Routes:
 
     async def _outputs(
         self, asked: Common, prompts: Sequence[Sequence[int]], new: int | None, most: int | None,
-        echo: bool | None = False,
+        echo: bool | None = False, functions: Sequence[Mapping[str, Any]] = (),
     ) -> Outputs:  # fmt: skip
-        """The outputs of a request. most: log-probabilities at each place; None: none."""
+        """The outputs of a request. most: log-probabilities at each place; None: none. functions:
+        those of which the outputs must call one."""
         limit = self._engine.plan.logprobs
         if most is not None and most > limit:
             message = f"log-probabilities of up to {limit} tokens may be asked for, got {most}"
             raise Refused(400, message, param="logprobs")
         scored = most is not None
-        guide = await run_in_threadpool(open_guide, self._engine, self._tokenizer, asked)
+        guide = await run_in_threadpool(open_guide, self._engine, self._tokenizer, asked, functions)
         return Outputs(
             self._engine, self._tokenizer, asked, prompts, new, scored, bool(echo) and scored, guide
         )

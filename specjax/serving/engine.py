@@ -12,134 +12,31 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Literal, NamedTuple
+from operator import itemgetter
 
 import jax
 import numpy as np
 
-from specjax.generation.batch import Batch, empty_batch
-from specjax.generation.batch_rows import CHUNK, Waiting
-from specjax.generation.constraints import Guide
+from specjax.generation.batch import Batch, Completion, empty_batch
+from specjax.generation.batch_rows import CHUNK, Gained, Waiting
+from specjax.generation.kinds import GuidedPrograms, Kind, shapes_of
 from specjax.generation.prefix_cache import PrefixCache
 from specjax.generation.request import Request
-from specjax.generation.streaming import Round, rounds_of
 from specjax.model.params import Params
+from specjax.serving.asks import Ask, Finish, Piece, Plan, arrays_of
 from specjax.serving.errors import Busy, Ending
 from specjax.serving.metrics import Metrics
-from specjax.serving.requests import MOST_BIASES
-from specjax.speculation.logprobs import Logprobs
-from specjax.speculation.penalties import LogitBias
-from specjax.speculation.sampling import IDLE, Sampling
+from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import DecodeState
 
-Finish = Literal["stop", "length", "error"]
 _log = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The room of an engine.
-
-    rows: outputs made at a time.
-    context: tokens of a prompt and its output.
-    queue: outputs that may wait for a row.
-    prefix_bytes: of what prompts that begin alike share; 0 for none.
-    logprobs: the most probable tokens that one may ask for at each place.
-    """
-
-    rows: int = 8
-    context: int = 2048
-    queue: int = 64
-    prefix_bytes: int = 2**28
-    logprobs: int = 20
-
-
-class Piece(NamedTuple):
-    """The gain of an output in one round; `finish` is not None in its last piece.
-
-    error: why it ended early.
-    echoed: in the first piece, log-probabilities of the prompt's own tokens but the first.
-    """
-
-    tokens: list[int]
-    logprobs: Logprobs | None = None
-    finish: Finish | None = None
-    error: str | None = None
-    echoed: Logprobs | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ask:
-    """One output that somebody asks for.
-
-    tokens: the prompt, int32[T].
-    max_new_tokens: the most tokens to generate.
-    sampling: draws them, each field one number; None: the greedy choice.
-    seed, folds: the random key is that of the seed, with these numbers folded in.
-    scored: whether pieces have log-probabilities.
-    echoed: whether the prompt's own tokens have some too.
-    stop: tells of the new tokens whether they hold an end; once true, it stays true.
-    stop_tokens: tokens that end it, beside the model's own.
-    send: is told of every piece, in the engine's thread; it must not wait.
-    guide: of the grammar that it keeps to; None: it is free.
-    """
-
-    tokens: np.ndarray
-    max_new_tokens: int
-    sampling: Sampling | None
-    seed: int
-    folds: tuple[int, ...]
-    scored: bool
-    echoed: bool
-    stop: Callable[[list[int]], bool] | None
-    stop_tokens: frozenset[int]
-    send: Callable[[Piece], None]
-    guide: Guide | None = None
-
-    def key(self) -> jax.Array:
-        """The random key, [1]."""
-        key = jax.random.key(self.seed)
-        for number in self.folds:
-            key = jax.random.fold_in(key, number)
-        return key[None]
-
-    def waiting(self, number: int) -> Waiting:
-        """The prompt as a batch takes it."""
-        limit = len(self.tokens) + self.max_new_tokens
-        sampling = _arrays(self.sampling or Sampling(top_k=1))
-        own = self.sampling
-        return Waiting(
-            number, self.tokens, limit, self.key(), sampling, self.guide, draws=own is not None,
-            scores=self.scored, echoes=self.echoed, penalizes=own is not None and own.penalizes,
-        )  # fmt: skip
-
-    def end(self, output: list[int], new: int) -> int | None:
-        """Where the output ends: the number of tokens up to the first of the last `new` ones that
-        ends it."""
-        if self.stop is None and not self.stop_tokens:
-            return None
-        lengths = range(len(output) - new + 1, len(output) + 1)
-        return next((length for length in lengths if self._ended(output[:length])), None)
-
-    def _ended(self, output: list[int]) -> bool:
-        return output[-1] in self.stop_tokens or (self.stop is not None and self.stop(output))
-
-
-def _arrays(sampling: Sampling) -> Sampling:
-    """The same with every field as an array [1]: None becomes the number that changes nothing."""
-    most = np.iinfo(np.int32).max
-    top_k = most if sampling.top_k is None else min(int(sampling.top_k), most)
-    numbers = {"temperature": sampling.temperature}
-    for name, idle in IDLE.items():
-        given = getattr(sampling, name)
-        numbers[name] = idle if given is None else given
-    return Sampling(
-        top_k=np.array([top_k], np.int32),
-        logit_bias=sampling.logit_bias or LogitBias.of([{}], width=MOST_BIASES),
-        **{name: np.array([value], np.float32) for name, value in numbers.items()},
-    )
+_MOST_ROUNDS = 16  # that the device runs before the host looks
+_MOMENT, _SHORT_MOMENT = 0.025, 0.005  # seconds of them; the short one where a row is free
 
 
 class Engine:
@@ -161,6 +58,9 @@ class Engine:
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()
         self._lock, self._asked = threading.Lock(), 0
         self._draining = self._ended = False
+        self._guided, self._held = GuidedPrograms(), list[Waiting]()
+        self._compiling: threading.Thread | None = None
+        self._pace = _MOMENT  # seconds of a round
         self._batch = self._new_batch()
         self._thread = threading.Thread(target=self._work, name="specjax-engine", daemon=True)
 
@@ -205,7 +105,10 @@ class Engine:
         return self._request.constrained
 
     def start(self) -> None:
-        """Compiles every program but those of rows with a grammar, and begins to serve."""
+        """Compiles every program but those of rows with a grammar, and begins to serve.
+
+        The first output with a grammar has them compiled, and waits; the others go on.
+        """
         plain, penalizing = Sampling(), Sampling(presence_penalty=1.0)
         for sampling, scored in ((None, False), (plain, False), (plain, True), (penalizing, True)):
             self._warm_up(sampling, scored)
@@ -242,8 +145,10 @@ class Engine:
         """Ends every open output with an error, and the thread."""
         self.drain()
         self._inbox.put(self._end)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._guided.ahead.end()
+        for thread in (self._thread, self._compiling):
+            if thread is not None and thread.is_alive():
+                thread.join()
 
     def _work(self) -> None:
         try:
@@ -266,32 +171,47 @@ class Engine:
                 return
         self._batch.fill()
         if self._batch.running:
-            self._round()
+            self._advance()
 
-    def _round(self) -> None:
-        batch = self._batch
-        rows = list(batch.running)
-        after = batch.step()
-        self.metrics.verified(np.asarray(after.drafted)[rows], np.asarray(after.accepted)[rows])
-        for number, gained in rounds_of(batch, after).items():
-            self._tell(number, gained)
+    def _advance(self) -> None:
+        """Runs rounds for a moment, or until a row finishes, and tells who gained."""
+        batch, running = self._batch, dict(self._batch.running)
+        begin = time.perf_counter()
+        gained = batch.steps(self._most_rounds(), _MOST_ROUNDS)
+        self._pace = (time.perf_counter() - begin) / gained.counts.shape[1]
+        rows, finished = list(running), batch.finished()
+        self.metrics.verified(np.asarray(gained.drafted)[rows], np.asarray(gained.accepted)[rows])
+        for row, prompt in running.items():
+            completion = batch.take(row) if row in finished else None
+            own = jax.tree.map(itemgetter(row), gained)
+            self._tell(prompt.number, own, completion)
 
-    def _tell(self, number: int, gained: Round) -> None:
-        """Sends what one output gained, up to its end."""
+    def _most_rounds(self) -> int:
+        """The rounds to run before anybody is heard or told: few where somebody may wait for it."""
+        running = self._batch.running
+        first = any(not self._open[prompt.number][1] for prompt in running.values())
+        if first or self._batch.wanting:
+            return 1
+        moment = _MOMENT if len(running) == self.plan.rows else _SHORT_MOMENT
+        return min(_MOST_ROUNDS, max(1, int(moment / self._pace)))
+
+    def _tell(self, number: int, gained: Gained, completion: Completion | None) -> None:
+        """Sends what one output gained in some rounds, in arrays [rounds, …], up to its end."""
         ask, output = self._open[number]
-        output += gained.tokens
-        end = ask.end(output, len(gained.tokens))
-        tokens, error = gained.tokens, None
+        valid = np.arange(gained.emitted.shape[1]) < gained.counts[:, None]
+        tokens: list[int] = np.asarray(gained.emitted)[valid].tolist()
+        output += tokens
+        end, error = ask.end(output, len(tokens)), None
         finish: Finish | None = None
         if end is not None:
             tokens, finish = tokens[: end - len(output) + len(tokens)], "stop"
-        elif gained.completion is not None:
-            error = gained.completion.error
+        elif completion is not None:
+            error = completion.error
             stopped = bool(output) and output[-1] in self.stop_tokens
             finish = "error" if error else "stop" if stopped else "length"
         logprobs = None
         if ask.scored:
-            logprobs = jax.tree.map(lambda leaf: leaf[: len(tokens)], gained.logprobs)
+            logprobs = jax.tree.map(lambda leaf: leaf[valid][: len(tokens)], gained.logprobs)
         self.metrics.generated(len(tokens))
         piece = Piece(tokens, logprobs, finish, error, self._batch.echoed.pop(number, None))
         if finish is None:
@@ -303,7 +223,39 @@ class Engine:
     def _admit(self, number: int, ask: Ask) -> None:
         self._open[number] = ask, []
         self.metrics.asked(len(ask.tokens))
-        self._batch.waiting.append(ask.waiting(number))
+        prompt = ask.waiting(number)
+        if ask.guide is None or self._guided.ready:
+            self._batch.waiting.append(prompt)
+            return
+        self._held.append(prompt)
+        if self._compiling is None:
+            shapes = shapes_of(self._batch.state)
+            compile_ = partial(self._compile, self._batch.job.request, shapes)
+            self._compiling = threading.Thread(target=compile_, name="specjax-compiler")
+            self._compiling.start()
+
+    def _compile(self, request: Request, shapes: DecodeState) -> None:
+        """Compiles the programs of rows with a grammar, in a thread of its own: first those that
+        serve every output, then those that cost less."""
+        try:
+            for kind in (Kind.PENALIZED, Kind.GREEDY, Kind.DRAWN, Kind.SCORED):
+                self._guided.compile(self.params, request, shapes, kind)
+                self._inbox.put(self._release)
+        except Exception as error:
+            self._inbox.put(partial(self._give_up_held, error))
+
+    def _give_up_held(self, error: Exception) -> None:
+        """Ends the outputs that wait for programs; the next one has them compiled again."""
+        _log.error("the programs of grammars cannot be compiled", exc_info=error)
+        reason = f"the programs of grammars cannot be compiled ({type(error).__name__})"
+        for number in [each.number for each in self._held if each.number in self._open]:
+            self._close(number, Piece([], None, "error", reason))
+        self._held, self._compiling = [], None
+
+    def _release(self) -> None:
+        """Lets the outputs with a grammar wait for rows, like the others."""
+        self._batch.waiting.extend(each for each in self._held if each.number in self._open)
+        self._held = []
 
     def _cancel(self, number: int) -> None:
         if number in self._open:
@@ -344,7 +296,7 @@ class Engine:
         prefixes = PrefixCache(plan.prefix_bytes, outputs=on_cpu) if shared else None
         return empty_batch(
             self.params, self._request, plan.rows, plan.context,
-            sampling=_arrays(Sampling()), prefixes=prefixes,
+            sampling=arrays_of(Sampling()), prefixes=prefixes, guided=self._guided,
         )  # fmt: skip
 
     def _warm_up(self, sampling: Sampling | None, scored: bool) -> None:
@@ -365,7 +317,9 @@ class Engine:
             if any(prompt.number == given_up for prompt in self._batch.running.values()):
                 self._batch.drop(given_up)
             elif self._batch.running:
-                rounds_of(self._batch, self._batch.step())
+                self._batch.steps(1, _MOST_ROUNDS)
+                for row in self._batch.finished():
+                    self._batch.take(row)
 
 
 def _ignore(_: Piece) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specjax.checks import printable
 from specjax.generation.constraints import Constraint, Guide, TokenBytes
@@ -11,6 +13,7 @@ from specjax.model.params import Params
 from specjax.serving.engine import Engine
 from specjax.serving.errors import Refused
 from specjax.serving.requests import Common
+from specjax.serving.tools import call_grammar
 
 _FIELDS = "response_format", "guided_regex", "guided_grammar"
 
@@ -20,12 +23,18 @@ def grammars_possible(params: Params) -> bool:
     return params.mesh is None and importlib.util.find_spec("llguidance") is not None
 
 
-def open_guide(engine: Engine, tokenizer: ChatTokenizer, asked: Common) -> Guide | None:
+def open_guide(
+    engine: Engine, tokenizer: ChatTokenizer, asked: Common, functions: Sequence[Mapping[str, Any]]
+) -> Guide | None:
     """Returns the guide of a request's outputs, at their beginning; None where they are free.
+
+    functions: those of which the outputs must call one; none where they need not.
 
     Raises Refused where there are two grammars, one is not valid, or none can be kept to.
     """
     given = [name for name in _FIELDS if getattr(asked, name) is not None]
+    if functions:
+        given.append("tool_choice")
     if given == ["response_format"] and asked.schema_asked() is None:
         return None
     if len(given) > 1:
@@ -34,14 +43,18 @@ def open_guide(engine: Engine, tokenizer: ChatTokenizer, asked: Common) -> Guide
         return None
     _check_possible(engine, given[0])
     try:
-        constraint = _constraint(tokenizer, asked)
+        constraint = _constraint(tokenizer, asked, functions)
         return constraint.guide(engine.params.config.vocab_size, engine.stop_tokens)
     except ValueError as error:
         raise Refused(400, printable(error, 500), param=given[0]) from None
 
 
-def _constraint(tokenizer: ChatTokenizer, asked: Common) -> Constraint:
+def _constraint(
+    tokenizer: ChatTokenizer, asked: Common, functions: Sequence[Mapping[str, Any]]
+) -> Constraint:
     assert isinstance(tokenizer, TokenBytes)
+    if functions:
+        return Constraint.lark(call_grammar(functions), tokenizer)
     if asked.guided_regex is not None:
         return Constraint.regex(asked.guided_regex, tokenizer)
     if asked.guided_grammar is not None:

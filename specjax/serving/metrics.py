@@ -29,7 +29,9 @@ class Metrics:
         self._success = self._counter("request_success", "finished outputs", "finished_reason")
         self._failures = self._counter("engine_failures", "exceptions that ended all outputs")
         self.first = self._histogram("time_to_first_token_seconds", "from request to first token")
-        self.between = self._histogram("inter_token_latency_seconds", "between rounds of tokens")
+        self.between = self._histogram(
+            "inter_token_latency_seconds", "between tokens, an output's mean"
+        )
         self.whole = self._histogram("e2e_request_latency_seconds", "from request to last token")
 
     def watch(self, name: str, help_: str, value: Callable[[], float]) -> None:
@@ -37,7 +39,7 @@ class Metrics:
         Gauge(f"specjax:{name}", help_, registry=self._registry).set_function(value)
 
     def verified(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Counts one round: int32[R] each, of the rows that ran."""
+        """Counts rounds: int32[R, rounds] each, of the rows that ran."""
         self._drafts.inc(int(np.count_nonzero(drafted)))
         self._drafted.inc(int(drafted.sum()))
         self._accepted.inc(int(accepted.sum()))

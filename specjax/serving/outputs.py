@@ -1,15 +1,15 @@
 """From a checked request to outputs: prompts into the engine, and pieces back as text.
 
-All outputs of one request come through one queue of the event loop. The engine never waits for a
-reader: a slow one leaves its pieces in the queue, and no output has more than its context holds.
+All outputs of one request come through one mailbox. The engine never waits for a reader: a slow one
+leaves its pieces in the mailbox, and no output has more than its context holds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
@@ -17,8 +17,10 @@ import numpy as np
 
 from specjax.generation.constraints import CANNOT_BE_FOLLOWED, Guide
 from specjax.generation.text import ChatTokenizer, StopStrings, TextStream
-from specjax.serving.engine import Ask, Engine, Finish, Piece
+from specjax.serving.asks import Ask, Finish, Piece
+from specjax.serving.engine import Engine
 from specjax.serving.errors import Refused
+from specjax.serving.mailbox import Mailbox
 from specjax.serving.requests import Common
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.penalties import LogitBias
@@ -58,7 +60,6 @@ class Outputs:
     guide: of the grammar that the outputs keep to; None: they are free.
 
     count: outputs.
-    generated: tokens so far.
 
     Raises Refused where a prompt does not fit.
     """
@@ -71,7 +72,7 @@ class Outputs:
         self._engine, self.request, self.prompts = engine, request, prompts
         self._each, self._scored, self._echoed = request.n or 1, scored, echoed
         self.count = len(prompts) * self._each
-        self.generated, self.finishes = 0, dict[int, Finish]()
+        self._tokens, self.finishes = Counter[int](), dict[int, Finish]()
         self.first: float | None = None
         self.begun = time.perf_counter()
         self._new = [_room(engine, prompt, new) for prompt in prompts]
@@ -87,6 +88,11 @@ class Outputs:
             for index in range(self.count)
         ]
 
+    @property
+    def generated(self) -> int:
+        """The tokens of all outputs so far."""
+        return self._tokens.total()
+
     def prompt_of(self, index: int) -> Sequence[int]:
         """The prompt of an output."""
         return self.prompts[index // self._each]
@@ -97,18 +103,14 @@ class Outputs:
         Whoever stops listening gives them up. Raises Refused where the engine takes no more, and
         where an output fails.
         """
-        pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        loop, seed = asyncio.get_running_loop(), self._seed()
-
-        def send(index: int, piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
-
-        asks = [self._ask(index, seed, partial(send, index)) for index in range(self.count)]
+        self._box, seed = Mailbox(bool(self.request.stream)), self._seed()
+        put = self._box.put
+        asks = [self._ask(index, seed, partial(put, index)) for index in range(self.count)]
         numbers = self._engine.submit(asks)
         try:
             while len(self.finishes) < self.count:
-                index, piece = await pieces.get()
-                yield self._gain(index, piece)
+                for index, piece in (await self._box.take()).items():
+                    yield self._gain(index, piece)
         finally:
             self._engine.cancel(numbers)
 
@@ -141,14 +143,17 @@ class Outputs:
             raise Refused(status, error, code="output_failed")
         metrics, now = self._engine.metrics, time.perf_counter()
         if self.first is None:
-            self.first = now - self.begun
+            self.first = self._box.first - self.begun
             metrics.first.observe(self.first)
-        self.generated += len(piece.tokens)
+        self._tokens[index] += len(piece.tokens)
         stream, shown = self._texts[index], piece.tokens
         if piece.finish is not None:
             self.finishes[index] = piece.finish
             metrics.finished(piece.finish)
             metrics.whole.observe(now - self.begun)
+            if self._tokens[index] > 1:
+                waited = now - self.begun - self.first
+                metrics.between.observe(waited / (self._tokens[index] - 1))
             if shown and shown[-1] in self._stop_tokens:
                 shown = shown[:-1]
         text = stream.push(shown)

@@ -6,10 +6,18 @@ that ignores it would not be the one that was asked for. Fields that change no o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from specjax.serving.errors import Refused
 from specjax.speculation.penalties import LogitBias
@@ -180,13 +188,56 @@ def _is_text(part: Any) -> bool:
     )
 
 
+class Called(Checked):
+    """A function that was called. arguments: a JSON object."""
+
+    name: Label
+    arguments: Text
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, text: str) -> str:
+        try:
+            found = isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError):
+            found = False
+        if not found:
+            raise ValueError("arguments must be a JSON object, written as a text")
+        return text
+
+
+class ToolCall(Checked):
+    """A call in an assistant's message."""
+
+    id: Label
+    type: Literal["function"]
+    function: Called
+
+
 class Message(Checked):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, BeforeValidator(_text_of)]
+    content: Annotated[Text | None, BeforeValidator(_text_of)] = None
+    refusal: None = None
     name: Label | None = None
     tool_call_id: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls go with the role 'assistant'")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content may be left out only beside tool_calls")
+        return self
+
+    def shown(self) -> dict[str, Any]:
+        """The message as a chat template reads it: with the arguments of calls as objects."""
+        fields = {"content": "", **self.model_dump(exclude_none=True)}
+        for call in fields.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return fields
 
 
 class Function(Checked):
@@ -205,6 +256,19 @@ class Tool(Checked):
     function: Function
 
 
+class FunctionName(Checked):
+    """A function by its name."""
+
+    name: Label
+
+
+class ToolChoice(Checked):
+    """The one tool that an answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
@@ -214,18 +278,34 @@ class ChatRequest(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     store: Literal[False] | None = None
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template reads them."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        return [message.shown() for message in self.messages]
 
     def tools_shown(self) -> list[dict[str, Any]] | None:
         """The tools as a chat template reads them; None: the model is not told of any."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    def tools_to_call(self) -> list[dict[str, Any]]:
+        """The functions of which the answer must call one; none where it need not.
+
+        Raises Refused where tool_choice asks for a call of a tool that is not among the tools.
+        """
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return []
+        functions = [tool.function.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        if isinstance(choice, ToolChoice):
+            functions = [each for each in functions if each["name"] == choice.function.name]
+        if not functions:
+            message = "tool_choice asks for a call of a tool that is not among the tools"
+            raise Refused(400, message, param="tool_choice")
+        return functions
 
     def check_logprobs(self) -> None:
         """Raises Refused where top_logprobs comes without logprobs."""

@@ -6,7 +6,7 @@ from specjax.checks import check_integer, shown
 from specjax.generation.request import Request
 from specjax.model.config import ModelConfig
 from specjax.model.sizes import cache_bytes, in_units, most_that_fits
-from specjax.serving.engine import Plan
+from specjax.serving.asks import Plan
 
 _ROWS, _CONTEXT = 8, 2048
 _MOST_ROWS = 4096

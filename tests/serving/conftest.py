@@ -10,7 +10,7 @@ import pytest
 import specjax
 from checkpoints_tools.chat.template import ChatTemplate
 from checkpoints_tools.tokenizer import Tokenizer
-from specjax.serving.engine import Plan
+from specjax.serving.asks import Plan
 from tests.support.live_server import Live, live_server
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import specjax
-from specjax.serving.engine import Plan
+from specjax.serving.asks import Plan
 from tests.support.live_server import Live, live_server
 
 MESSAGES: list[Any] = [
@@ -125,6 +125,8 @@ def test_models_health_and_metrics(live, client) -> None:
     gained = {name: after[name] - before.get(name, 0) for name in after}
     assert gained["specjax:generation_tokens_total"] == 30
     assert gained["specjax:prompt_tokens_total"] > 0
+    assert gained["specjax:inter_token_latency_seconds_count"] == 1
+    assert 0 < gained["specjax:inter_token_latency_seconds_sum"] < 60
     drafts = gained["specjax:spec_decode_num_drafts_total"]
     accepted = gained["specjax:spec_decode_num_accepted_tokens_total"]
     assert drafts > 0 and accepted <= gained["specjax:spec_decode_num_draft_tokens_total"]

@@ -12,7 +12,8 @@ import specjax
 from specjax.generation.request import Request
 from specjax.generation.text import ToolTokenizer
 from specjax.serving.app import Door, make_app
-from specjax.serving.engine import Engine, Plan
+from specjax.serving.asks import Plan
+from specjax.serving.engine import Engine
 from specjax.serving.grammars import grammars_possible
 from specjax.serving.metrics import Metrics
 from specjax.serving.server import Server, make_server
