@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import specjax
 from specjax import drafting
+from specjax.checks import shown
 from specjax.commands.options import Target
-from specjax.drafting.registry import DRAFTERS
+from specjax.drafting.registry import DRAFTERS, split_options
 
 _FLAGS = {  # the field of the drafter that a flag sets -> where the parser keeps it
     "draft_length": "draft_length",
@@ -146,6 +147,36 @@ def make_drafter(chosen: DrafterOptions, target: Target) -> specjax.Drafter:
     return specjax.MultiLevel.of([first, *others])
 
 
+def read_written(text: str, draft_lm_head: bool = False) -> DrafterOptions:
+    """The choice that one text makes: NAME:OPTION=VALUE,…+BELOW+….
+
+    Args:
+      text: the drafter's name and fields, and what --draft would name, each after a "+".
+      draft_lm_head: whether casts quantize the output head too.
+
+    Raises ValueError where the text is not written like that.
+    """
+    first, *below = text.split("+")
+    name, fields = split_options(first)
+    if name == "draft-model" and not below:
+        raise ValueError(
+            f"draft-model needs a model or a quantization method after it, such as "
+            f"draft-model+mxfp4, got {shown(text)}"
+        )
+    return DrafterOptions(name, fields, below, draft_lm_head and bool(below))
+
+
+def with_lengths(text: str, lengths: Sequence[int]) -> list[str]:
+    """A drafter written as for `read_written`, with each draft length; as it is where it has one,
+    or can have none. Raises ValueError for a drafter that is unknown."""
+    first, sign, below = text.partition("+")
+    name, fields = split_options(first)
+    if not lengths or "draft_length" in fields or "draft_length" not in drafting.options(name):
+        return [text]
+    mark = "," if fields else ":"
+    return [f"{first}{mark}draft_length={length}{sign}{below}" for length in lengths]
+
+
 def integers(text: str) -> tuple[int, ...]:
     """Integers with commas between them."""
     try:
@@ -244,7 +275,8 @@ def _distribute(fields: Mapping[str, object], levels: Sequence[_Level]) -> None:
 
 def _lengths(value: object, levels: int) -> Sequence[object]:
     """One draft length per level."""
-    lengths = value if isinstance(value, tuple | list) else (value,)
+    given = value.split(",") if isinstance(value, str) else value
+    lengths = given if isinstance(given, tuple | list) else (given,)
     if len(lengths) == 1:
         return [lengths[0]] * levels
     if len(lengths) != levels:

@@ -106,11 +106,10 @@ def options(name: str) -> dict[str, Option]:
 
 def _make(table: Mapping[str, type[Any]], kind: str, text: str, given: dict[str, object]) -> Any:
     """An object of one of the classes in `table`."""
-    check_text("the name of a drafter", text)
-    name, _, inside = text.partition(":")
+    name, inside = split_options(text)
     cls = _find(table, kind, name)
     accepted = _options(cls)
-    given = _split(name, inside) | given
+    given = inside | given
     for option in given:
         if option not in accepted:
             fields = ", ".join(accepted) or "no options"
@@ -139,8 +138,19 @@ def _options(cls: type[Any]) -> dict[str, Option]:
     }
 
 
+def split_options(text: str) -> tuple[str, dict[str, object]]:
+    """The name of a drafter and its options, written as
+    "spectra:window=2,layers=0,2,4,schedule=(adaptive:memory=32)".
+
+    Raises ValueError where options are not written like that.
+    """
+    check_text("the name of a drafter", text)
+    name, _, inside = text.partition(":")
+    return name, _split(name, inside)
+
+
 def _split(name: str, text: str) -> dict[str, object]:
-    """Options written as "window=2,layers=0,2,4,schedule=(adaptive:memory=32)"."""
+    """Options without the drafter's name."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
