@@ -14,7 +14,7 @@ import specjax
 from specjax import drafting
 from specjax.checks import shown
 from specjax.commands.options import Target
-from specjax.drafting.registry import DRAFTERS, split_options
+from specjax.drafting.registry import NAMES, split_options
 
 _FLAGS = {  # the field of the drafter that a flag sets -> where the parser keeps it
     "draft_length": "draft_length",
@@ -28,9 +28,10 @@ _NEEDED = {  # the field that a drafter cannot do without, and how to give it
     "layer-skip": ("layers", "--layers, such as 0,2,4: specjax plan layers finds some"),
     "retrieval": ("datastore", "--datastore: specjax datastore build makes one"),
 }
-_WITH_CORPUS = ("retrieval", "spectra")
+_CORES = ("spectra", "spectra-paper")
+_WITH_CORPUS = ("retrieval", *_CORES)
 _NAMED = tuple(
-    name for name in DRAFTERS if name not in ("translated-draft", "combined", "multi-level")
+    name for name in NAMES if name not in ("translated-draft", "combined", "multi-level")
 )
 _RUN_A_MODEL = tuple(name for name in _NAMED if "activation" in drafting.options(name))
 _LOOK_UP = tuple(name for name in _NAMED if name not in ("autoregressive", *_RUN_A_MODEL))
@@ -196,8 +197,8 @@ def _assignment(text: str) -> tuple[str, str]:
 def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
     """The drafters from the target's own down, each with its model."""
     name = chosen.drafter or ("qspec" if chosen.fields or chosen.draft else "auto")
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {name!r}")
+    if name not in NAMES:
+        raise ValueError(f"drafter must be one of {', '.join(NAMES)}, got {name!r}")
     first, drafts = _Level(name, {}), list(chosen.draft)
     if drafts and first.name not in _RUN_A_MODEL:
         owners = ", ".join(_RUN_A_MODEL)
@@ -289,7 +290,7 @@ def _lengths(value: object, levels: int) -> Sequence[object]:
 def _made(level: _Level) -> specjax.Drafter:
     """The drafter; spectra with a datastore is both of SPECTRA's halves."""
     fields = dict(level.fields)
-    corpus = fields.pop("datastore", None) if level.name == "spectra" else None
+    corpus = fields.pop("datastore", None) if level.name in _CORES else None
     needed, how = _NEEDED.get(level.text, (None, ""))
     if needed is not None and needed not in fields:
         raise ValueError(f"{level.text} needs {how}")

@@ -49,8 +49,8 @@ COMMANDS = {
     "datastore": "datastore build {inputs}/corpus.txt out --keep 40 --length 16 --rows 2",
     "evaluate": f"evaluate mbpp piqa --out out {SHARED}",
     "table": f"evaluate table piqa --models A=tiny --out out {SHARED}",
-    "bench": "bench --drafters ngram --prompts {inputs}/corpus.txt --limit 2 --rows 1 2 --turns 1 "
-    "--max-new-tokens 8 --out out",
+    "bench": "bench --drafters prompt-lookup:draft_length=2 --limit 1 --turns 1 --max-new-tokens 4 "
+    "--prompts {inputs}/corpus.txt again={inputs}/corpus.txt --out out",
     "perplexity": "evaluate perplexity {inputs}/corpus.txt --max-tokens 600 --window 64 --json out",
     "memory": "plan memory --json out",
     "layers": "plan layers {inputs}/corpus.txt --sequences 1 --length 32 --json out",
