@@ -28,6 +28,10 @@ _NEEDED = {  # the field that a drafter cannot do without, and how to give it
     "layer-skip": ("layers", "--layers, such as 0,2,4: specjax plan layers finds some"),
     "retrieval": ("datastore", "--datastore: specjax datastore build makes one"),
 }
+_SKIPPED = {  # sets of layers that need no search, by what stands for their numbers
+    f"skip-{skipped.replace(' ', '-')}": skipped
+    for skipped in ("first half", "last half", "alternate")
+}
 _CORES = ("spectra", "spectra-paper")
 _WITH_CORPUS = ("retrieval", *_CORES)
 _NAMED = tuple(
@@ -104,7 +108,12 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-lm-head", action="store_true", help="quantize the output head of casts too")
     add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
-    add("--layers", type=integers, metavar="0,2,…", help="the layers that layer-skip drafts with")
+    add(
+        "--layers",
+        type=_layers,
+        metavar="0,2,…",
+        help="the layers that layer-skip drafts with, or " + ", ".join(_SKIPPED),
+    )
     add(
         "--confidence",
         type=float,
@@ -142,7 +151,7 @@ def make_drafter(chosen: DrafterOptions, target: Target) -> specjax.Drafter:
     """
     levels = _levels(chosen, target)
     _distribute(chosen.fields, levels)
-    first, *others = [_made(level) for level in levels]
+    first, *others = [_made(level, target) for level in levels]
     if isinstance(first, specjax.QSpec):
         _check_four_bits(first, target)
     return specjax.MultiLevel.of([first, *others])
@@ -185,6 +194,11 @@ def integers(text: str) -> tuple[int, ...]:
     except ValueError:
         message = f"must be integers with commas between them, got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _layers(text: str) -> tuple[int, ...] | str:
+    """Numbers of layers, or the name of a set of them."""
+    return text if text in _SKIPPED else integers(text)
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -287,9 +301,11 @@ def _lengths(value: object, levels: int) -> Sequence[object]:
     return lengths
 
 
-def _made(level: _Level) -> specjax.Drafter:
+def _made(level: _Level, target: Target) -> specjax.Drafter:
     """The drafter; spectra with a datastore is both of SPECTRA's halves."""
     fields = dict(level.fields)
+    if (skipped := _SKIPPED.get(str(fields.get("layers")))) is not None:
+        fields["layers"] = specjax.LayerSkip.skipping(target.params, skipped).layers
     corpus = fields.pop("datastore", None) if level.name in _CORES else None
     needed, how = _NEEDED.get(level.text, (None, ""))
     if needed is not None and needed not in fields:

@@ -97,5 +97,12 @@ def test_a_written_drafter_is_that_of_the_options() -> None:
     )
     assert isinstance(made, specjax.MultiLevel) and made.outer.activation == "a8"
     assert (made.outer.draft_length, made.inner.draft_length) == (8, 2)
+    for text, layers in (
+        ("skip-last-half", (0, 1, 2)),
+        ("skip-alternate", (1, 3, 5)),
+        ("0,2", (0, 2)),
+    ):
+        made = make_drafter(read_written(f"layer-skip:layers={text},draft_length=2"), target)
+        assert made == specjax.LayerSkip(layers, 2)
     written = make_drafter(read_written("spectra:window=2,guesses=3"), target)
     assert written == specjax.Spectra(window=2, guesses=3)

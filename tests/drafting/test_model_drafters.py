@@ -125,6 +125,26 @@ def test_a_drafter_that_is_always_wrong_costs_rounds_and_nothing_else(plain) -> 
     assert (level.accepted == 0).all() and (level.rounds == 3 * result.stats.rounds).all()
 
 
+@pytest.mark.parametrize(
+    ("skipped", "layers"),
+    [("first half", (2, 3, 4)), ("last half", (0, 1)), ("alternate", (1, 3))],
+)
+def test_layers_that_need_no_search(skipped: str, layers: tuple[int, ...]) -> None:
+    five = random_model(dataclasses.replace(CONFIG, num_layers=5))
+    drafter = LayerSkip.skipping(five, skipped, draft_length=2)
+    assert drafter == LayerSkip(layers, draft_length=2)
+    drafter.validate(five, 100)
+
+
+def test_layers_that_cannot_be_skipped() -> None:
+    message = "skipped must be one of first half, last half, alternate, got 'even'"
+    with pytest.raises(ValueError, match=message):
+        LayerSkip.skipping(TARGET, "even")
+    one = random_model(dataclasses.replace(CONFIG, num_layers=1))
+    with pytest.raises(ValueError, match=r"layers must be rising layer numbers, at least one"):
+        LayerSkip.skipping(one, "alternate")
+
+
 def test_a_shared_cache_adds_no_bytes() -> None:
     def state_bytes(drafter: specjax.Drafter) -> int:
         state = start(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter, cache_capacity=128)
