@@ -68,7 +68,7 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     _add_task_options(parser)
     help_ = "QSpec's tokens per draft; 3 if left out"
     add("--draft-length", type=integer, default=3, metavar="N", help=help_)
-    help_ = "QSpec's activation precision of the draft; a4 if left out"
+    help_ = "QSpec's activation precision of the draft; a4, the paper's, if left out"
     add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
     add_cache_bits(parser)
     help_ = "write results to this folder; a killed run continues from it"
