@@ -95,8 +95,8 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-activation",
         choices=("a16", "a8", "a4"),
-        help="activation precision of the draft; qspec: a8, other models: a16 if left out. a4 is for "
-        "papers' tables: never cheaper than a8 here",
+        help="activation precision of the draft; qspec: a8, other models: a16 if left out; a4 is "
+        "for papers' tables, and never cheaper than a8 here",
     )
     add(
         "--draft",
