@@ -14,16 +14,18 @@ from specjax.bench.environment import environment
 from specjax.bench.table import format_cells
 from specjax.bench.texts import SHIPPED
 from specjax.commands.drafters import make_drafter, read_written, with_lengths
-from specjax.commands.files import read_prompts
 from specjax.commands.options import (
     Target,
     add_cache_bits,
     add_output,
     add_quantize,
+    add_sample_seed,
     integer,
     load_target,
 )
+from specjax.commands.prompts import read_prompts
 from specjax.evaluation.progress_bar import progress_bar
+from specjax.evaluation.samples import sample
 from specjax.generation.text import ChatTokenizer
 
 _ANY = ("auto", "prompt-lookup", "ngram", "spectra:window=2,guesses=2")
@@ -74,8 +76,8 @@ def add(commands: Any) -> None:
     add("--draft-lengths", nargs="+", type=integer, default=(), metavar="N", help=help_)
     add("--rows", nargs="+", type=integer, metavar="N", help="batch sizes; 1 if left out")
     help_ = (
-        "sets of prompts: JSON lines, or one text per line; short ones that ship with specjax if "
-        "left out"
+        "sets of prompts: JSON lines, a JSON list, or one text per line; short ones that ship with "
+        "specjax if left out"
     )
     add("--prompts", nargs="+", type=_named_file, metavar="[NAME=]FILE", help=help_)
     add("--chat", action="store_true", help="put the prompts into the model's chat template")
@@ -86,6 +88,7 @@ def add(commands: Any) -> None:
         ("--turns", "how often all prompts are answered; 3 if left out"),
     ):
         add(name, type=integer, metavar="N", help=what)
+    add_sample_seed(parser)
     help_ = "what three minutes on two cores can show, unless options say otherwise"
     add("--quick", action="store_true", help=help_)
     help_ = "write results to this file; a killed run continues from it"
@@ -111,7 +114,7 @@ def _bench(options: argparse.Namespace) -> None:
     usual = _QUICK if options.quick else _USUAL
     given = {name: getattr(options, name) for name in _Usual._fields}
     chosen = usual._replace(**{name: value for name, value in given.items() if value is not None})
-    prompts = _read(chosen)
+    prompts = _read(chosen, options.sample_seed)
     subjects = [_subject(name, chosen, prompts, options) for name in chosen.models]
     with progress_bar("answer") as progress:
         cells = bench(
@@ -122,7 +125,7 @@ def _bench(options: argparse.Namespace) -> None:
     print(format_cells([(settings, cells)]))
 
 
-def _read(chosen: _Usual) -> dict[str, Sequence[str]]:
+def _read(chosen: _Usual, sample_seed: int | None) -> dict[str, Sequence[str]]:
     """The prompts of every set, as texts. Raises ValueError where two sets have one name."""
     if isinstance(chosen.prompts, Mapping):
         sets = list(chosen.prompts.items())
@@ -131,7 +134,7 @@ def _read(chosen: _Usual) -> dict[str, Sequence[str]]:
     names = [name for name, _ in sets]
     if len(set(names)) < len(names):
         raise ValueError(f"--prompts must have different names, got {', '.join(names)}")
-    return {name: texts[: chosen.limit] for name, texts in sets}
+    return {name: sample(texts, chosen.limit, sample_seed) for name, texts in sets}
 
 
 def _subject(

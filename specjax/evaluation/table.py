@@ -71,8 +71,8 @@ def fidelity_rows(
       drafter: the drafter of the line "QSpec"; default QSpec(activation="a4"), the paper's.
       out: a folder for the files of results, one per line of the table.
       progress: called with the method and its progress after every item.
-      options: the other options of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits,
-        chat, unsafe.
+      options: the other options of `evaluate`: rows, limit, sample_seed, shots, max_new_tokens,
+        cache_bits, chat, unsafe.
 
     Yields:
       Each line as soon as it is measured.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specjax.bench.cells import MEASURED, Cell, read_cells
 from specjax.bench.table import format_cells
-from specjax.commands.files import read_prompts
+from specjax.commands.prompts import read_prompts
 from specjax.drafting.datastore import Datastore
 from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.evaluation.runs import Results
@@ -123,11 +123,17 @@ def prompts(folder: Path) -> Reader:
         file.write_bytes(case[1])
         read_prompts(file)
 
-    json_lines = changed_json([{"prompt": "a"}, {"text": "b", "question": 1}]).map(_as_lines)
+    objects = [
+        {"prompt": "a"}, {"text": "b", "question": 1}, {"turns": ["a", "b"]},
+        {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]},
+        {"conversation": [{"role": "user", "content": "a"}]},
+    ]  # fmt: skip
+    json_lines = changed_json(objects).map(_as_lines)
     plain = st.one_of(json_lines, changed_bytes(lines))
     packed = st.one_of(plain.map(gzip.compress), changed_bytes(gzip.compress(lines)))
     return read, st.one_of(
         st.tuples(st.sampled_from(("a.jsonl", "a.txt")), plain),
+        st.tuples(st.just("a.json"), changed_json(objects)),
         st.tuples(st.sampled_from(("a.jsonl.gz", "a.gz")), packed),
     )
 
