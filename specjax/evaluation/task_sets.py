@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pallas_kernels.activations import Activation, check_activation
-from specjax.checks import check_integer
+from specjax.checks import check_integer, check_seed
 from specjax.drafting import Auto, Autoregressive, Drafter
 from specjax.evaluation.digests import digest
 from specjax.evaluation.runs import Record, Results
@@ -130,6 +130,8 @@ def evaluate(
     for name, value in (("rows", rows), ("limit", limit), ("max_new_tokens", max_new_tokens)):
         if value is not None and check_integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if sample_seed is not None:
+        check_seed("sample_seed", sample_seed)
     chosen = _find(tasks)
     if drafter is None:
         drafter = Auto() if activation == "a16" else Autoregressive()
