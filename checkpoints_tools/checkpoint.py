@@ -38,7 +38,7 @@ from pallas_kernels.formats import (
     Weight,
 )
 from pallas_kernels.interleave import by_rows
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 from pallas_kernels.weight_checks import check_arrays
 from specjax.checks import Check, Number, Whole, printable, shown
 from specjax.files.atomic_directory import recover, replacing
@@ -62,6 +62,7 @@ FORMATS = {
     "outliers": Outliers,
     "bfloat12": Bfloat12Weight,
     "nested16": NestedWeight,
+    "nested8": NestedInt8Weight,
 }
 _CHUNK_BYTES = 2**22  # arrays are stored in pieces of this size; a reader takes whole pieces
 OPTIONAL = ("zeros", "minima", "outliers", "order")  # parts that a weight may lack

@@ -30,11 +30,14 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
+    Rounded,
     Weight,
     integers,
     unpack,
 )
 from pallas_kernels.interleave import by_rows
+from pallas_kernels.nested import NestedInt8Weight
+from pallas_kernels.planes import in_one_plane
 from pallas_kernels.weight_values import plain_values
 from specjax.files.atomic_directory import replacing
 from specjax.model.params import Params, check_is_params
@@ -68,7 +71,7 @@ def export(
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists; give a new path")
-    weights = named_weights(params)
+    weights = {name: _in_one_plane(weight) for name, weight in named_weights(params).items()}
     for name, weight in weights.items():
         _check(name, weight)
     fields = write_config(params.config)
@@ -80,6 +83,10 @@ def export(
             checkpoint.copy_tokenizer(Path(tokenizer_dir), directory)
         (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         _write_weights(weights, directory, shard_bytes)
+
+
+def _in_one_plane(weight: Weight) -> Weight:
+    return in_one_plane(by_rows(weight)) if isinstance(weight, NestedInt8Weight) else weight
 
 
 def _check(name: str, weight: Weight) -> None:
@@ -202,9 +209,9 @@ def _shards(weights: Mapping[str, Weight], shard_bytes: int) -> list[list[str]]:
 
 def _tensors(name: str, weight: Weight) -> dict[str, np.ndarray]:
     """The tensors of a weight, by their names in the file."""
-    if not isinstance(weight, Quantized):
+    if not isinstance(weight, Rounded):
         return {name: np.asarray(plain_values(weight))}
-    weight = by_rows(weight)
+    weight = in_one_plane(by_rows(weight))
     parts = _codes(weight) if isinstance(weight, Mxfp4Weight) else _integers(weight)
     return {f"{name}_{part}": array for part, array in parts.items()}
 

@@ -12,8 +12,8 @@ follow the stored order.
 For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.interleave`). The shapes
 below are those of a weight stored row by row.
 
-Two formats have modules of their own: a bfloat16 matrix in 12 bits a weight (`bfloat12`), and a
-matrix in two planes (`nested`). Other modules hold the values of weights (`weight_values`),
+Other formats have modules of their own: a bfloat16 matrix in 12 bits a weight (`bfloat12`), and
+matrices in two planes (`nested`). Other modules hold the values of weights (`weight_values`),
 quantization methods (`checkpoints_tools.quantization`) and arithmetic (`matmul`).
 """
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arrays import Arrays
 from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.nested import Nested, NestedInt8Weight
 from pallas_kernels.settings import own_settings
 
 PLANE = 128  # inputs per nibble plane
@@ -187,18 +187,19 @@ class Bfloat16Weight(Arrays):
 
 
 Quantized = Int4Weight | Mxfp4Weight | Int8Weight
+Rounded = Quantized | NestedInt8Weight
 Unquantized = jax.Array | Bfloat16Weight | Bfloat12Weight
-Weight = Unquantized | Quantized | NestedWeight
+Weight = Unquantized | Quantized | Nested
 
 
 def is_format(value: object) -> bool:
     """Whether a value is a weight in one of the formats, not an array or another tree."""
-    return isinstance(value, Bfloat16Weight | Bfloat12Weight | Quantized | NestedWeight)
+    return isinstance(value, Bfloat16Weight | Bfloat12Weight | Quantized | Nested)
 
 
 def has_cheap_reading(weight: Weight) -> bool:
     """Whether products may take 8- or 4-bit activations: the weight is quantized or nested."""
-    return isinstance(weight, Quantized | NestedWeight)
+    return isinstance(weight, Quantized | Nested)
 
 
 def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:

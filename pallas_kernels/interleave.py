@@ -26,7 +26,7 @@ from pallas_kernels.formats import Bfloat16Weight, Weight
 from pallas_kernels.nested import NestedWeight
 
 # The arrays of a weight that have a row per output, and the number of their values in a word.
-PER_WORD = {"packed": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}
+PER_WORD = {"packed": 4, "rest": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}
 
 AnyWeight = TypeVar("AnyWeight", bound=Weight)
 

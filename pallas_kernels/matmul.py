@@ -26,7 +26,8 @@ from pallas_kernels.formats import (
     has_cheap_reading,
 )
 from pallas_kernels.interleave import by_rows
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.nested import Nested, NestedWeight
+from pallas_kernels.planes import draft_plane
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
 from pallas_kernels.settings import own_settings
@@ -94,14 +95,13 @@ def matmul(
 
     Args:
       x: bf16 or f32[..., K].
-      weight: an `Int4Weight`, `Mxfp4Weight`, `Int8Weight`, `Bfloat16Weight`, `Bfloat12Weight` or
-        `NestedWeight` of shape (N, K), or a plain bf16 or f32[N, K], alone or `Stacked`; or a tuple
-        of weights, for which x is quantized once.
+      weight: a weight in any format (`pallas_kernels.formats`) of shape (N, K), or a plain bf16 or
+        f32[N, K], alone or `Stacked`; or a tuple of weights, for which x is quantized once.
       activation: "a16" dequantizes the weight and takes x as it is; on CPUs an 8-bit weight reads a
         bfloat16 x as integers of 16 bits (`activations.split_activations`). "a8" and "a4" quantize
         x per token and group and multiply integers. Outlier columns then take 8 bits, and a
         weight's `activation_clip` applies to "a4". An unquantized weight accepts only "a16". A
-        nested weight's exact plane serves "a16", its draft plane the others.
+        nested weight's draft plane serves "a8" and "a4".
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:
@@ -124,9 +124,11 @@ def _plane(weight: Matrix, activation: Activation) -> Matrix:
     """The plane of a nested weight that a product reads; other weights as they are."""
     if isinstance(weight, Stacked):
         return Stacked(cast(Weight, _plane(weight.stack, activation)), weight.index)
-    if not isinstance(weight, NestedWeight):
+    if not isinstance(weight, Nested):
         return weight
-    return weight.exact if activation == "a16" else weight.draft
+    if activation != "a16":
+        return draft_plane(weight)
+    return weight.exact if isinstance(weight, NestedWeight) else weight
 
 
 def _products(

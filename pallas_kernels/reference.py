@@ -32,6 +32,7 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
+    Rounded,
     Weight,
     check_plain_columns,
     e2m1_integers,
@@ -41,6 +42,8 @@ from pallas_kernels.formats import (
     zero_points,
 )
 from pallas_kernels.interleave import some_rows
+from pallas_kernels.nested import NestedInt8Weight
+from pallas_kernels.planes import in_one_plane
 from pallas_kernels.rounding import rounded_product
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.weight_values import dequantize
@@ -54,22 +57,24 @@ def matmul(x: jax.Array, weight: Weight, activation: Activation = "a16") -> jax.
     check_plain_columns(weight)
     narrow = x.dtype == jnp.bfloat16
     x = x.astype(jnp.float32)
-    if not isinstance(weight, Quantized):
+    if not isinstance(weight, Rounded):
         return _over_output_chunks(lambda part: _dot(x, dequantize(part)), weight)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     if activation != "a16":
         q, scales = quantize_activations(x, activation, weight.group_size)
-    elif narrow and isinstance(weight, Int8Weight):
-        weight = _in_planes(weight)
+        return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
+    if narrow and isinstance(weight, Int8Weight | NestedInt8Weight):
         high, low, scales = split_activations(x, weight.group_size or PLANE)
         q = jnp.concatenate((high, low))
-    else:
-        return _over_output_chunks(lambda part: _float_matmul(x, part), weight)
-    return _over_output_chunks(lambda part: _integer_matmul(q, scales, part), weight)
+        return _over_output_chunks(
+            lambda part: _integer_matmul(q, scales, _in_groups(in_one_plane(part))), weight
+        )
+    return _over_output_chunks(lambda part: _float_matmul(x, in_one_plane(part)), weight)
 
 
-def _in_planes(weight: Int8Weight) -> Int8Weight:
-    """The same weight with a group per PLANE inputs, if it has one scale per channel."""
+def _in_groups(weight: Quantized) -> Int8Weight:
+    """The same weight of 8 bits with a group per PLANE inputs, if it has one scale per channel."""
+    assert isinstance(weight, Int8Weight)
     if weight.group_size is not None:
         return weight
     planes = weight.integers.shape[1] // PLANE

@@ -23,7 +23,7 @@ from pallas_kernels.formats import (
     check_one_offset,
     padded_inputs,
 )
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 
 
 def check_arrays(weight: Weight) -> None:
@@ -48,10 +48,14 @@ def check_arrays(weight: Weight) -> None:
         _check("integers", weight.integers, (n, inputs), ("int8",))
     else:
         _check("packed", weight.packed, (n, inputs // 2), ("uint8",))
+    if isinstance(weight, NestedInt8Weight):
+        _check("rest", weight.rest, weight.packed.shape, ("uint8",))
     if isinstance(weight, Mxfp4Weight):
         _check("scales", weight.scales, (n, groups), ("uint8",))
         return
     _check("scales", weight.scales, (n, groups), SCALE_DTYPES)
+    if isinstance(weight, NestedInt8Weight):
+        return
     check_one_offset(weight.zeros, weight.minima)
     if weight.zeros is not None:
         _check("zeros", weight.zeros, (n, groups), ("int8",))

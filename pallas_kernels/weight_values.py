@@ -11,6 +11,7 @@ from pallas_kernels.formats import (
     Int4Weight,
     Mxfp4Weight,
     Quantized,
+    Rounded,
     Unquantized,
     Weight,
     group_scales,
@@ -18,7 +19,8 @@ from pallas_kernels.formats import (
     zero_points,
 )
 from pallas_kernels.interleave import by_rows, some_rows
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.nested import NestedInt8Weight, NestedWeight
+from pallas_kernels.planes import joined
 from pallas_kernels.rounding import rounded_product
 
 
@@ -50,7 +52,7 @@ def take_rows(weight: Weight, indices: jax.Array) -> jax.Array:
     if isinstance(weight, jax.Array):
         return weight[indices]
     rows = some_rows(weight, indices.reshape(-1))
-    values = dequantize(rows) if isinstance(rows, Quantized) else plain_values(rows)
+    values = dequantize(rows) if isinstance(rows, Rounded) else plain_values(rows)
     return values.reshape(*indices.shape, weight.shape[1])
 
 
@@ -65,6 +67,8 @@ def dequantize(weight: Weight) -> jax.Array:
     Returns:
       f32[N, K].
     """
+    if isinstance(weight, NestedInt8Weight):
+        weight = joined(by_rows(weight))
     if not isinstance(weight, Quantized):
         return plain_values(weight).astype(jnp.float32)
     weight = by_rows(weight)

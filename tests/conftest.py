@@ -26,7 +26,9 @@ SECONDS_A_FILE = 30  # of `make test` on two quiet cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are shared among a process's tests and kept out of the user's cache."""
+    """Compiled programs are shared among all tests and kept out of the user's cache."""
+    if hasattr(config, "workerinput"):
+        return  # a worker has the folder of the process that began it
     folder = tempfile.mkdtemp(prefix="specjax-tests-")
     os.environ["XDG_CACHE_HOME"] = folder
     config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))

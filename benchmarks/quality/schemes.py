@@ -34,6 +34,9 @@ from specjax.evaluation import perplexity
 # Name, method and options of `specjax.quantize`.
 SCHEMES: list[tuple[str, str, dict[str, Any]]] = [
     ("INT8", "int8", {}),
+    ("INT8 g32", "int8", {"group_size": 32}),
+    ("8 = 4 + 4 bits", "nested8", {}),
+    ("8 = 4 + 4 bits g32", "nested8", {"group_size": 32}),
     ("INT4 g128, RTN", "rtn", {}),
     ("INT4 g32, RTN", "rtn", {"group_size": 32}),
     ("INT4 per channel, RTN", "rtn", {"group_size": None}),

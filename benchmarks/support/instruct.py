@@ -71,7 +71,7 @@ def _texts(data: Path, kind: str) -> Iterator[str]:
 
 @cache
 def target(name: str) -> Params:
-    """The model "gguf" or "bfloat16", or the latter kept exactly: "bfloat12", "nested16"."""
+    """The model "gguf" or "bfloat16", or the latter quantized by a method of that name."""
     exact = specjax.load(MODEL)
     if name == "gguf":
         return exact
@@ -80,8 +80,8 @@ def target(name: str) -> Params:
 
 
 def base(name: str) -> str:
-    """The target whose plain decoding a target is compared with: as it was before it was stored."""
-    return "gguf" if name == "gguf" else "bfloat16"
+    """The target whose plain decoding has the output of a target's."""
+    return "bfloat16" if name in ("bfloat12", "nested16") else name
 
 
 def cases() -> dict[str, Case]:
@@ -114,6 +114,11 @@ def cases() -> dict[str, Case]:
         for length in (2, 3, 4)
     }
     nested["Auto, nested"] = specjax.Auto
+    nested8: dict[str, Callable[[], Drafter]] = {
+        f"8 bits, QSpec({length}) a8": lambda length=length: QSpec(length, "a8")
+        for length in (2, 3, 4)
+    }
+    nested8["Auto, 8 bits"] = specjax.Auto
     for bits, group_size in itertools.product((4, 3, 2), (32, 64, 128)):
         options = {"bits": bits, "group_size": group_size}
         casts[f"INT{bits} cast, g{group_size}"] = lambda options=options: cast("rtn", **options)
@@ -123,4 +128,5 @@ def cases() -> dict[str, Case]:
         "Auto, 12 bits": Case("bfloat12", specjax.Auto),
         "prompt lookup, 12 bits": Case("bfloat12", lambda: PromptLookup(5)),
         **{name: Case("nested16", make) for name, make in nested.items()},
+        **{name: Case("nested8", make) for name, make in nested8.items()},
     }

@@ -7,6 +7,7 @@ Methods without data:
 
     rtn, rtn-clip      round to nearest, 4 bits; with a searched clip ratio per group
     int8               round to nearest, 8 bits
+    nested8            8 bits whose high nibbles are a 4-bit weight that drafts
     mxfp4, mxfp4-even  cast to MXFP4
 
 Methods with calibration text:
@@ -54,9 +55,10 @@ def quantize(
 
     Args:
       params: a model in 16 or 32 bits.
-      method: "rtn", "rtn-clip", "int8", "mxfp4" or "mxfp4-even" without data; "gptq", "gptq-clip",
-        "awq" or "atom" with calibration text. "quarot+", "awq+", "atom+" and "act-order+" go
-        before other methods. "bfloat12" and "nested16" keep a bfloat16 model exactly.
+      method: "rtn", "rtn-clip", "int8", "nested8", "mxfp4" or "mxfp4-even" without data; "gptq",
+        "gptq-clip", "awq" or "atom" with calibration text. "quarot+", "awq+", "atom+" and
+        "act-order+" go before other methods. "bfloat12" and "nested16" keep a bfloat16 model
+        exactly.
       group_size: inputs per scale: 32, 64, 128 or None (one scale per output). If it does not
         divide a layer's inputs, the last group is shorter. MXFP4 always has groups of 32.
       bits: the width of the integers: 4; 3 and 2 are a narrower range in 4-bit storage, for

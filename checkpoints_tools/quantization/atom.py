@@ -22,7 +22,7 @@ import numpy as np
 
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
 from checkpoints_tools.quantization.rtn import round_to_nearest
-from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized
+from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Rounded
 from pallas_kernels.weight_values import plain_values
 from specjax.model.layers import Layer, Linear
 
@@ -103,5 +103,5 @@ def _take_rows(linear: Linear, order: jax.Array) -> Linear:
 
 
 def _values(linear: Linear) -> jax.Array:
-    assert not isinstance(linear.weight, Quantized)
+    assert not isinstance(linear.weight, Rounded)
     return plain_values(linear.weight)

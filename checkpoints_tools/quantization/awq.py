@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
-from pallas_kernels.formats import Quantized
+from pallas_kernels.formats import Rounded
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
@@ -33,7 +33,7 @@ from specjax.model.layers import Layer, Linear
 RATIOS = tuple(i / 20 for i in range(20))
 _FLOOR = 1e-4  # of magnitude^ratio, so that an input that is always zero has a scale
 
-Rounding = Callable[[jax.Array], Quantized]
+Rounding = Callable[[jax.Array], Rounded]
 
 
 def scale_layer(

@@ -10,8 +10,8 @@ from functools import partial
 import jax
 
 from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, is_format
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.formats import Bfloat16Weight, Quantized, Rounded, Weight, is_format
+from pallas_kernels.nested import Nested
 from pallas_kernels.settings import own_settings
 from pallas_kernels.weight_values import dequantize as values_of
 from pallas_kernels.weight_values import plain_values
@@ -70,7 +70,7 @@ def warn_of_rounding_again(source: str | os.PathLike[str]) -> None:
 
 
 def _plain(weight: Weight, dtype: str) -> Weight:
-    if isinstance(weight, Quantized):
+    if isinstance(weight, Rounded):
         values: Weight = _dequantized(weight, dtype)
         return values
     return weight if _is_plain(weight, dtype) else held(plain_values(weight), dtype)
@@ -78,13 +78,13 @@ def _plain(weight: Weight, dtype: str) -> Weight:
 
 def _is_plain(weight: Weight, dtype: str) -> bool:
     """Whether a weight, or a stack of weights, is in 16 or 32 bits already."""
-    if isinstance(weight, Quantized | Bfloat12Weight | NestedWeight):
+    if isinstance(weight, Quantized | Bfloat12Weight | Nested):
         return False
     return dtype == ("bfloat16" if isinstance(weight, Bfloat16Weight) else weight.dtype.name)
 
 
 @partial(jax.jit, static_argnames="dtype")
 @own_settings()
-def _dequantized(weight: Quantized, dtype: str) -> Weight:
+def _dequantized(weight: Rounded, dtype: str) -> Weight:
     """Compiled, so that no matrix of float32 stands beside one of bfloat16."""
     return held(values_of(weight), dtype)

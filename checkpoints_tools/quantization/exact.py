@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight, Quantized
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight, Weight
 from pallas_kernels.nested import NestedWeight
 
 
@@ -30,7 +30,7 @@ def in_12_bits(name: str, weight: jax.Array) -> Bfloat12Weight | Bfloat16Weight:
     return Bfloat16Weight(bits)
 
 
-def nested(name: str, weight: jax.Array, draft: Quantized) -> NestedWeight:
+def nested(name: str, weight: jax.Array, draft: Weight) -> NestedWeight:
     """Joins the exact plane of a matrix with a draft plane of it."""
     assert isinstance(draft, Int4Weight | Mxfp4Weight)
     return NestedWeight(in_12_bits(name, weight), draft)

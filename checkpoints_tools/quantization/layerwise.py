@@ -30,7 +30,7 @@ from checkpoints_tools.quantization.calibration import (
 )
 from checkpoints_tools.quantization.exact import in_12_bits
 from checkpoints_tools.quantization.recipe import GPTQ, Recipe
-from pallas_kernels.formats import Quantized, Weight
+from pallas_kernels.formats import Rounded, Weight
 from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.config import ModelConfig
 from specjax.model.layers import LINEARS, Layer, Linear
@@ -203,7 +203,7 @@ def _quantize_layer(
 
 
 def _plain(name: str, weight: Weight) -> jax.Array:
-    if isinstance(weight, Quantized):
+    if isinstance(weight, Rounded):
         raise ValueError(
             f"{name} is quantized already; quantize a model in 16 or 32 bits, "
             "which specjax.dequantize(params) makes"
@@ -212,4 +212,4 @@ def _plain(name: str, weight: Weight) -> jax.Array:
 
 
 def _requantized(name: str, weight: Weight) -> jax.Array:
-    return dequantize(weight) if isinstance(weight, Quantized) else plain_values(weight)
+    return dequantize(weight) if isinstance(weight, Rounded) else plain_values(weight)

@@ -27,7 +27,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import Bfloat16Weight, Quantized, Weight, plain_weight
+from pallas_kernels.formats import Bfloat16Weight, Rounded, Weight, plain_weight
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import plain_values
@@ -94,7 +94,7 @@ def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
 
 def rotate_rows(weight: Weight, scale: jax.Array) -> jax.Array | Bfloat16Weight:
     """Scales the columns of a matrix (V, D) and applies R1, ROWS rows at a time."""
-    assert not isinstance(weight, Quantized)
+    assert not isinstance(weight, Rounded)
     values = plain_values(weight)
     parts = [_rotate_chunk(values[i : i + ROWS], scale) for i in range(0, len(values), ROWS)]
     return plain_weight(jnp.concatenate(parts))

@@ -1,6 +1,7 @@
 """Parses the name of a method, which is a list of parts joined by "+".
 
-    [quarot+][awq+][atom+ or act-order+]rounding     "quarot", "awq" and "atom" may stand alone
+    [quarot+][awq+][atom+ or act-order+]rounding     "quarot", "awq" and "atom" may stand alone;
+                                                     "nested8" rounds to 8 bits, 4 of which draft
 
     bfloat12                                         exact, in 12 bits
     nested16[+rounding]                              exact in 12 bits, and rounded in 4 that draft
@@ -23,14 +24,22 @@ from checkpoints_tools.quantization.calibration import InputStatistics
 from checkpoints_tools.quantization.exact import in_12_bits, nested
 from checkpoints_tools.quantization.gptq import round_by_gptq
 from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
+from checkpoints_tools.quantization.nested8 import round_nested
 from checkpoints_tools.quantization.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
-from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, Weight, check_group_size
+from pallas_kernels.formats import (
+    MXFP4_GROUP,
+    Int4Weight,
+    Quantized,
+    Rounded,
+    Weight,
+    check_group_size,
+)
 from specjax.checks import shown
 
 TRANSFORMS = ("quarot", "awq", "atom", "act-order")  # in the order in which they apply
 INTEGER_ROUNDINGS = ("rtn", "rtn-clip", "gptq", "gptq-clip")  # to `bits` bits
 GPTQ = ("gptq", "gptq-clip")
-ROUNDINGS = (*INTEGER_ROUNDINGS, "int8", "mxfp4", "mxfp4-even")
+ROUNDINGS = (*INTEGER_ROUNDINGS, "int8", "nested8", "mxfp4", "mxfp4-even")
 EXACT = ("bfloat12", "nested16")  # the first part of methods that keep a bfloat16 model exactly
 DRAFTS = (*INTEGER_ROUNDINGS, "mxfp4", "mxfp4-even")  # roundings of nested16's draft plane
 DRAFT = "rtn-clip"  # the one that it has if none is named
@@ -110,9 +119,8 @@ class Recipe:
         """The format of what it makes, a name in `specjax.model.sizes.FORMATS`."""
         if self.exact is not None:
             return self.exact
-        return {"int8": "int8", "mxfp4": "mxfp4", "mxfp4-even": "mxfp4"}.get(
-            self.rounding or "", "int4"
-        )
+        own = {"int8": "int8", "nested8": "nested8", "mxfp4": "mxfp4", "mxfp4-even": "mxfp4"}
+        return own.get(self.rounding or "", "int4")
 
     @property
     def transforms(self) -> bool:
@@ -128,10 +136,12 @@ class Recipe:
         """Whether the method needs statistics of activations."""
         return any(self.has(part) for part in ("awq", "atom", *GPTQ))
 
-    def round_plainly(self, weight: jax.Array) -> Quantized:
+    def round_plainly(self, weight: jax.Array) -> Rounded:
         """Rounds a weight, f32[N, K], without data, as AWQ's search does."""
         if self.rounding == "int8":
             return round_to_nearest(weight, self.group_size, bits=8)
+        if self.rounding == "nested8":
+            return round_nested(weight, self.group_size)
         if self.rounding in ("mxfp4", "mxfp4-even"):
             return cast_to_mxfp4(weight, "even" if self.rounding == "mxfp4-even" else "floor")
         if self.rounding == "rtn-clip":
@@ -160,7 +170,7 @@ class Recipe:
             return dataclasses.replace(rounded, activation_clip=ACTIVATION_CLIP)
         return rounded
 
-    def _round(self, name: str, weight: jax.Array, statistics: InputStatistics | None) -> Quantized:
+    def _round(self, name: str, weight: jax.Array, statistics: InputStatistics | None) -> Rounded:
         if self.has("atom"):
             assert statistics is not None
             return mix_precisions(weight, statistics, self._round_sorted)
@@ -179,7 +189,7 @@ class Recipe:
         if self.rounding in GPTQ:
             return self._gptq(weight, statistics)
         if self.rounding == "rtn-clip":
-            return self.round_plainly(weight)
+            return round_clipped(weight, self.group_size, bits=self.bits)
         return round_to_nearest(weight, self.group_size, bits=self.bits, ratio=WEIGHT_CLIP)
 
     def _gptq(self, weight: jax.Array, statistics: InputStatistics) -> Quantized:

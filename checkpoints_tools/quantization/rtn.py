@@ -149,7 +149,7 @@ def from_integers(
 
 @functools.partial(jax.jit, static_argnames=("group_size", "bits"))
 def _round(weight: jax.Array, group_size: int | None, bits: int, ratio: float) -> IntegerWeight:
-    groups = _grouped(weight, group_size)
+    groups = grouped(weight, group_size)
     return _rounded(weight, groups, scales_of(groups, bits, ratio), group_size, bits)
 
 
@@ -157,7 +157,7 @@ def _round(weight: jax.Array, group_size: int | None, bits: int, ratio: float) -
 def _round_searched(
     weight: jax.Array, blocks: jax.Array | None, group_size: int | None, bits: int
 ) -> IntegerWeight:
-    groups = _grouped(weight, group_size)
+    groups = grouped(weight, group_size)
     return _rounded(weight, groups, searched_scales(groups, bits, blocks), group_size, bits)
 
 
@@ -172,7 +172,7 @@ def _output_errors(difference: jax.Array, blocks: jax.Array) -> jax.Array:
     return jnp.sum(products * difference, axis=-1)
 
 
-def _grouped(weight: jax.Array, group_size: int | None) -> jax.Array:
+def grouped(weight: jax.Array, group_size: int | None) -> jax.Array:
     """The inputs by groups, the last one padded with zeros: [N, K] -> f32[N, G, g]."""
     n, k = weight.shape
     size = k if group_size is None else group_size

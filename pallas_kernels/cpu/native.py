@@ -11,7 +11,8 @@ import jax
 from pallas_kernels.cpu.library import find
 
 WEIGHT_KINDS = (
-    "Int4Weight", "Mxfp4Weight", "Int8Weight", "Bfloat16Weight", "float32", "Bfloat12Weight",
+    "Int4Weight", "Mxfp4Weight", "NestedInt8Weight", "Int8Weight",
+    "Bfloat16Weight", "float32", "Bfloat12Weight",
 )  # fmt: skip
 HANDLERS = (
     "specjax_matmul",

@@ -32,7 +32,7 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
         "--quantize",
         metavar="METHOD",
         default=quantize,
-        help="rtn, rtn-clip, int8, mxfp4, mxfp4-even; with calibration text: gptq, "
+        help="rtn, rtn-clip, int8, nested8, mxfp4, mxfp4-even; with calibration text: gptq, "
         "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others; exact: "
         "bfloat12, nested16",
     )

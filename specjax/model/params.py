@@ -12,7 +12,7 @@ from pallas_kernels import cpu
 from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import Quantized, Weight, has_cheap_reading, is_format, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
-from pallas_kernels.nested import NestedWeight
+from pallas_kernels.nested import Nested
 from specjax.model.config import ModelConfig
 from specjax.model.layers import (
     LINEARS,
@@ -49,7 +49,7 @@ class Params:
     def __repr__(self) -> str:
         """One line, whatever the leaves hold: JAX puts all kinds of things there."""
         leaves = jax.tree.leaves(self, is_leaf=is_format)
-        formats = Bfloat12Weight | NestedWeight | Quantized
+        formats = Bfloat12Weight | Nested | Quantized
         kinds = sorted({type(leaf).__name__ for leaf in leaves if isinstance(leaf, formats)})
         nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self))
         return (

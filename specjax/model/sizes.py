@@ -17,7 +17,7 @@ from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.weight_names import HEAD, is_block_matrix, weight_shapes
 
-FORMATS = ("plain", "int4", "int8", "mxfp4", "bfloat12", "nested16")
+FORMATS = ("plain", "int4", "int8", "mxfp4", "nested8", "bfloat12", "nested16")
 _EXACT = ("bfloat12", "nested16")  # formats of all matrices
 _SCALE_BYTES = 2  # bfloat16
 _ENTRY_BYTES = 5  # a float32 scale and an 8-bit zero per quantized entry
@@ -35,10 +35,10 @@ def weight_bytes(
     Args:
       config: the model. If its head is the embedding (tied), `lm_head` quantizes a copy.
       weights: the format of the blocks' matrices: "plain" (the model's own 16 or 32 bits), "int4"
-          (rtn, gptq …), "int8" or "mxfp4". Embeddings, norms and biases are plain always. With
-          "bfloat12" and "nested16" (whose draft plane is "int4") embeddings have that format too;
-          their few escapes, which only the weights tell, are not counted.
-      group_size: inputs per scale of "int4" and "int8".
+          (rtn, gptq …), "int8", "nested8" or "mxfp4". Embeddings, norms and biases are plain
+          always. With "bfloat12" and "nested16" (whose draft plane is "int4") embeddings have that
+          format too; their few escapes, which only the weights tell, are not counted.
+      group_size: inputs per scale of "int4", "int8" and "nested8".
       lm_head: whether the head has that format too.
 
     Returns:

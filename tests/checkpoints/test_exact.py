@@ -94,7 +94,7 @@ def test_every_matrix_is_exact(method: str, tied: bool) -> None:
     assert ("Bfloat12Weight" if method == "bfloat12" else "NestedWeight") in repr(exact)
 
 
-@pytest.mark.parametrize("name", [left_out("tiny-16bit"), "stories260K"])
+@pytest.mark.parametrize("name", [left_out("tiny-16bit"), left_out("stories260K")])
 def test_real_models_come_back(name: str, request: pytest.FixtureRequest) -> None:
     if name == "stories260K":
         name = str(request.getfixturevalue("data") / "models" / name / "hf")
@@ -119,7 +119,7 @@ def test_its_bytes() -> None:
     assert weight_bytes(shape, "nested16", group_size=64) < 1.018 * weight_bytes(shape)
 
 
-@pytest.mark.parametrize(("drafter", "tied"), representatives(PAIRS, *PAIRS[1:8:3]), ids=repr)
+@pytest.mark.parametrize(("drafter", "tied"), representatives(PAIRS, PAIRS[1], PAIRS[6]), ids=repr)
 def test_greedy_output_is_the_plain_models(drafter: specjax.Drafter, tied: bool) -> None:
     options = {"max_new_tokens": NEW, "logprobs": 2}
     plain = specjax.decode(plain_model(tied), PROMPTS, drafter=specjax.Autoregressive(), **options)
@@ -152,6 +152,7 @@ def test_the_draft_reads_the_draft_plane_alone() -> None:
     assert rates[1] < 0.2 < rates[0]
 
 
+@pytest.mark.exhaustive
 def test_queues_and_costs() -> None:
     results = specjax.decode_many(
         exact_model("nested16"), PROMPTS, rows=2, max_new_tokens=NEW, drafter=specjax.QSpec(3)

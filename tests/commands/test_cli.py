@@ -70,6 +70,7 @@ def test_sampling_follows_the_seed(capsys) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.exhaustive
 def test_samples_are_those_of_generate(capsys) -> None:
     out = _generate(capsys, "--temperature", "1", "--samples", "3", "--seed", "5", "--stop", "zz")
     expected = specjax.generate(
@@ -415,6 +416,7 @@ def test_evaluate_perplexity(tmp_path, capsys) -> None:
     assert numbers["bits per byte"] == pytest.approx(nats / math.log(2) / len(text.read_bytes()))
 
 
+@pytest.mark.exhaustive
 def test_evaluate_fidelity(tmp_path, capsys) -> None:
     prompts, target = tmp_path / "prompts.jsonl", tmp_path / "numbers.json"
     prompts.write_text('{"question": "How many apples?"}\n{"prompt": "Once upon a time"}\n')

@@ -79,6 +79,7 @@ def test_the_second_process_traces_nothing(drafter: str, tmp_path: Path) -> None
     assert second == first.replace("True", "False")
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_of_the_callers_own_is_traced(tmp_path: Path) -> None:
     for _ in range(2):
         assert _printed(TRACES.format(drafter="Own()"), tmp_path).startswith("True True True ")
@@ -92,6 +93,7 @@ def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
     assert _printed(program, tmp_path) == first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
@@ -104,6 +106,7 @@ def test_users_decide(tmp_path: Path, environment: dict[str, str], place: str) -
     assert _printed(SAYS_WHERE, tmp_path, **environment) == place.format(cache=tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_without_a_place_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert _printed(SAYS_WHERE, tmp_path / "file") == "None"

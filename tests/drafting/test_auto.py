@@ -56,7 +56,7 @@ def decode(drafter: specjax.Drafter, sampling: Sampling | None = None) -> specja
 @pytest.mark.parametrize(
     "sampling", [None, Sampling(temperature=0.6, top_k=8)], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", representatives(CHOICES, "nothing", "its model"))
 @pytest.mark.covering(1)
 def test_output_is_that_of_plain_decoding(name: str, sampling: Sampling | None) -> None:
     plain = decode(specjax.Autoregressive(), sampling)
@@ -65,6 +65,7 @@ def test_output_is_that_of_plain_decoding(name: str, sampling: Sampling | None) 
     assert (int(ours.stats.drafted.sum()) == 0) == (name == "nothing")
 
 
+@pytest.mark.exhaustive
 def test_a_batch_that_drafts_nothing_looks_at_every_fourth_round() -> None:
     drafter = CHOICES["nothing"]
     state = start(PARAMS, REPEATED, drafter=drafter, max_new_tokens=4)
@@ -92,7 +93,7 @@ DETERMINISTIC = {
 }
 
 
-@pytest.mark.parametrize("name", representatives(DETERMINISTIC, "prompt lookup", "spectra"))
+@pytest.mark.parametrize("name", representatives(DETERMINISTIC, "prompt lookup"))
 def test_drafts_without_chance_leave_the_sampled_tokens_as_they_are(name: str) -> None:
     sampling = Sampling(temperature=0.4, top_p=0.9, repetition_penalty=1.1)
     plain = decode(specjax.Autoregressive(), sampling)
@@ -122,6 +123,7 @@ def test_the_default_decodes_every_model() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_refused_model_is_tried_again() -> None:
     """Its drafts are forgotten in rounds without any, until they promise something again."""
     drafter = CHOICES["its model"]
@@ -201,6 +203,7 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
         assert times == [4, 8], text
 
 
+@pytest.mark.exhaustive
 def test_passes_are_timed_and_nothing_is_inside_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = calibration.measure_costs(PARAMS, rows=2)
     assert found.passes.shape == (4,) and found.passes[0] == 1

@@ -200,6 +200,7 @@ def test_prompts_of_a_call_share_a_memory_and_the_next_call_profits_from_it() ->
     assert len(streamed) == int(alone.stats.rounds[0])
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_batch_draft_for_each_other() -> None:
     """A row that begins later with the same prompt has what the row before it wrote."""
     apart = specjax.decode(PARAMS, [PROMPTS[0]] * 2, drafter=auto(None), **options(False))

@@ -81,6 +81,7 @@ def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -
         assert (rounds < NEW * 3 / 4).all()
 
 
+@pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_its_neighbours(plain: specjax.DecodeResult) -> None:
     neighbours = random_prompts((1, 5, 9), TINY.vocab_size, seed=4)
     results = [
@@ -111,6 +112,7 @@ def test_the_drafts_cache_is_what_its_model_writes() -> None:
         np.testing.assert_array_equal(ours[:, :filled], theirs[:, :filled])
 
 
+@pytest.mark.exhaustive
 def test_caches_are_updated_in_place() -> None:
     """A round's temporaries do not grow with the draft's cache."""
     config = dataclasses.replace(SMALL, vocab_size=432, max_position_embeddings=8192)

@@ -67,6 +67,7 @@ def test_fewer_bits_predict_worse() -> None:
     assert abs(nats["a8"] - nats["a16"]) < abs(nats["a4"] - nats["a16"])
 
 
+@pytest.mark.exhaustive
 def test_fidelity_is_what_drafts_of_one_token_meet() -> None:
     """A draft of one token per round is accepted where the draft's best token is the target's."""
     prompts = random_prompts((3, 9, 6), CONFIG.vocab_size)

@@ -82,6 +82,7 @@ def test_records_are_what_the_model_says(folder) -> None:
     np.testing.assert_allclose(text.metrics["perplexity"], expected.perplexity, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_later_turn_is_asked_after_the_answer_before_it(folder) -> None:
     (result,) = _evaluate(folder, ["mt_bench"])
     first, second = result.records
@@ -329,6 +330,7 @@ def _command(folder: Path, out: Path) -> list[str]:
 
 
 # A process that is killed without warning, and the command that goes on.
+@pytest.mark.exhaustive
 def test_a_killed_process_is_taken_up(folder, capsys) -> None:
     whole, out = folder / "whole.jsonl", folder / "out.jsonl"
     target = folder / "numbers.json"

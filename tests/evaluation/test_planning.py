@@ -285,6 +285,7 @@ def test_search_finds_the_layer_that_does_nothing() -> None:
     assert pair.acceptance == pytest.approx((choices[0] == choices[1]).mean())
 
 
+@pytest.mark.exhaustive
 def test_measure_counts_what_decoding_counts() -> None:
     """A draft equal to the target is always kept, on both levels. Times are not looked at."""
     drafter = specjax.MultiLevel(

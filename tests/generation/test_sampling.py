@@ -164,6 +164,7 @@ def test_rejection_sampling_has_the_targets_distribution() -> None:
     assert abs((accepted >= 1).mean() - share) < 0.01
 
 
+@pytest.mark.exhaustive
 def test_decoding_samples_what_plain_decoding_samples() -> None:
     """The second generated token over many keys: QSpec's counts against plain decoding's."""
     params = quantized_model()

@@ -30,7 +30,7 @@ from specjax.speculation.acceptance import sample_path
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from tests.kernels.test_cpu_attention import CACHES, as_a_chain, make_case, operands_of, same_bits
-from tests.support.covering import representatives
+from tests.support.covering import left_out, representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.tree_drafter import TreeDrafter
 
@@ -166,7 +166,7 @@ def test_greedy_output_does_not_change(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("name", ["the best branch last", "of all sizes"])
+@pytest.mark.parametrize("name", ["the best branch last", left_out("of all sizes")])
 @pytest.mark.covering(1)
 def test_cache_is_that_of_plain_decoding_after_every_round(name: str, bits: int) -> None:
     options = {"max_new_tokens": NEW, "cache_bits": bits, "cache_capacity": 128}
@@ -359,6 +359,7 @@ SAMPLING_DRAFTERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", representatives(SAMPLING_DRAFTERS, "drawn"))
 def test_decoding_samples_what_plain_decoding_samples(name: str) -> None:
     rows, counts = 4000, []

@@ -145,6 +145,7 @@ def is_prepacked(params: Params) -> bool:
     return is_interleaved(params.head.weight) or is_interleaved(params.layers[0].q.weight)
 
 
+@pytest.mark.exhaustive
 @needs_library
 def test_models_come_prepacked(tmp_path: Path) -> None:
     params = specjax.load("tiny")

@@ -37,6 +37,7 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
+from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.weight_values import dequantize
 from tests.support.random_weights import FORMATS, random_int4, random_rows
 from tests.support.random_weights import random_weights as make_weights
@@ -90,7 +91,8 @@ def represented(x: jax.Array | np.ndarray, weight: Weight, activation: str) -> n
             np.asarray(x)[:, columns], weight.outliers.weight, precision
         )
         return values
-    if activation == "a16" and not (isinstance(weight, Int8Weight) and x.dtype == jnp.bfloat16):
+    split_in_two = isinstance(weight, Int8Weight | NestedInt8Weight) and x.dtype == jnp.bfloat16
+    if activation == "a16" and not split_in_two:
         return np.asarray(x, np.float64)
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, padded_inputs(k) - k)))
     if activation == "a16":

@@ -85,6 +85,7 @@ def test_agrees_with_float64(
     check(case, interpreted(platform, case))
 
 
+@pytest.mark.exhaustive
 def test_float32_and_heads_of_two_steps_on_tpus() -> None:
     case = make_case(3, 5, 16, 16, 128, 384, [0, 126, 300], mask="tree")
     check(case, interpreted("tpu", case))

@@ -1,4 +1,4 @@
-"""A live server that the tests of a file share."""
+"""A live server that the tests of this folder share."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from tests.support.live_server import Live, live_server
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs() -> None:
+    """Keeps the server's programs from file to file."""
+
+
+@pytest.fixture(scope="session")
 def params() -> specjax.Params:
     return specjax.load("tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     backend = specjax.load_tokenizer("tiny")._backend
     return Tokenizer(backend, None, ChatTemplate(TEMPLATE, {}, "the tests' template"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def live(params: specjax.Params, tokenizer: Tokenizer) -> Iterator[Live]:
     plan = Plan(rows=4, context=256, queue=40, prefix_bytes=2**22, logprobs=5)
     with live_server(
@@ -36,7 +41,7 @@ def live(params: specjax.Params, tokenizer: Tokenizer) -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(live: Live) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -84,6 +84,7 @@ def test_an_answer_that_is_cut_says_so(client) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("grammar", "texts"),
     [

@@ -18,13 +18,14 @@ from pallas_kernels.formats import (
     mxfp4_from_codes,
     plain_weight,
 )
+from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 
 FORMATS = (
     "int4-32", "int4-64", "int4-128", "int4-channel",
     "int4-32-zeros", "int4-128-zeros", "int4-channel-zeros",
     "int4-32-minima", "int4-channel-minima", "int4-outliers",
     "mxfp4",
-    "int8-64", "int8-32-minima", "int8-channel",
+    "int8-64", "int8-32-minima", "int8-channel", "nested8-64", "nested8-channel",
     "bfloat16", "float32", "bfloat12",
 )  # fmt: skip
 
@@ -74,6 +75,7 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
     codes = jnp.asarray(rng.integers(0, 16, (n, k), dtype=np.uint8))
     exponents = jnp.asarray(rng.integers(120, 125, (n, -(-k // 32)), dtype=np.uint8))
     bytes_ = jnp.asarray(rng.integers(-128, 128, (n, k), dtype=np.int8))
+    sixteenths = jnp.asarray(rng.integers(SMALLEST, LARGEST + 1, (n, k), dtype=np.int8))
     scales = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 64))), jnp.float32)
     narrow = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 32))), jnp.float16)
     minima = random_minima(narrow, 256)
@@ -93,6 +95,8 @@ def random_weights(n: int, k: int) -> dict[str, Weight]:
         "int8-64": int8_from_integers(bytes_, scales, 64),
         "int8-32-minima": int8_from_integers(bytes_, narrow, 32, minima=minima),
         "int8-channel": int8_from_integers(bytes_, scales[:, :1], None),
+        "nested8-64": nested_int8_from_integers(sixteenths, scales.astype(jnp.bfloat16), 64),
+        "nested8-channel": nested_int8_from_integers(sixteenths, scales[:, :1], None),
         "bfloat16": plain_weight(values.astype(jnp.bfloat16)),
         "float32": values,
         "bfloat12": random_bfloat12(n, k),

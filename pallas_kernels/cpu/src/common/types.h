@@ -45,11 +45,16 @@ namespace specjax {
 enum class Kind : int64_t {
   kInt4 = 0,
   kMxfp4 = 1,
-  kInt8 = 2,
-  kBfloat16 = 3,
-  kFloat32 = 4,
-  kBfloat12 = 5
+  kNestedInt8 = 2,
+  kInt8 = 3,
+  kBfloat16 = 4,
+  kFloat32 = 5,
+  kBfloat12 = 6
 };
+
+// Whether the low and the high nibbles of a weight's bytes belong to inputs that are a plane apart.
+constexpr bool in_nibbles(Kind kind) { return kind <= Kind::kNestedInt8; }
+
 enum class Scale : int64_t { kBfloat16, kFloat16, kFloat32, kE8m0 };
 
 inline constexpr int64_t kPlane = 128;
@@ -66,6 +71,7 @@ struct Weight {
   bool interleaved;
   int64_t n, inputs, row_bytes;
   const uint8_t* data;
+  const uint8_t* rest;  // of kNestedInt8: the low nibbles of its integers, stored like `data`
   // Of quantized kinds, [n, groups] with groups = inputs / group_size:
   int64_t group_size, groups;
   Scale scale;
@@ -80,7 +86,7 @@ struct Weight {
 
   // Always inlined: a copy compiled for one instruction set must not serve the others.
   __attribute__((always_inline)) bool quantized() const { return kind <= Kind::kInt8; }
-  __attribute__((always_inline)) bool nibbles() const { return kind <= Kind::kMxfp4; }
+  __attribute__((always_inline)) bool nibbles() const { return in_nibbles(kind); }
   // Values are bfloat16.
   __attribute__((always_inline)) bool halves() const {
     return kind == Kind::kBfloat16 || kind == Kind::kBfloat12;

@@ -27,7 +27,7 @@ inline constexpr int kSliceWords = kSliceInputs / kPerWord<A>;  // of a weight
 
 // A product of bytes that takes several instructions needs registers too.
 constexpr int few_rows(Arithmetic arithmetic, Kind kind) {
-  const bool crowded = arithmetic == Arithmetic::kInteger && !kHasDot4 && kind <= Kind::kMxfp4;
+  const bool crowded = arithmetic == Arithmetic::kInteger && !kHasDot4 && in_nibbles(kind);
   return crowded ? kFewRows / 2 : kFewRows;
 }
 
@@ -40,7 +40,7 @@ constexpr int few_portions(Arithmetic arithmetic) {
 // product waits for the previous one of its sum.
 template <Arithmetic A, Kind kind>
 constexpr int vectors_beside(int rows) {
-  const bool two_runs = kind <= Kind::kMxfp4 && A == Arithmetic::kBfloat16;
+  const bool two_runs = in_nibbles(kind) && A == Arithmetic::kBfloat16;
   return is_integer(A) || (two_runs && rows == 1) ? 1 : 2;
 }
 
@@ -102,7 +102,7 @@ class FewRows {
   static constexpr int64_t kTiles = (V * kLanes + kTileRows - 1) / kTileRows;
   // Runs that lie in the same words are summed together, if there are registers for both.
   static constexpr bool kSameWords = Decode::kRuns == 2;
-  static constexpr int kRuns = kSameWords && 2 * R * V <= kFewSums ? 2 : 1;
+  static constexpr int kRuns = kSameWords && 2 * R * V * kPerSum<A> <= kFewSums ? 2 : 1;
   static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
   static constexpr int kSlices = kRun<A> / kSliceInputs, kDepth = kSliceWords<A> * kWordsOfX<A>;
   static constexpr int kSliceLines = kRunBytes / kSlices / kLineBytes;
@@ -171,6 +171,8 @@ class FewRows {
     if constexpr (kind == Kind::kBfloat12) {
       return {{load<Word>(from), load<Word>(from + kLineBytes), load<Word>(from + 2 * kLineBytes)},
               palettes_[v]};
+    } else if constexpr (kind == Kind::kNestedInt8) {
+      return {load<Word>(from), load<Word>(from + to_rest())};
     } else {
       return load<Word>(from);
     }
@@ -180,9 +182,14 @@ class FewRows {
   template <int kCount>
   SPECJAX_INLINE void pass(const uint8_t*& from, bool ask) const {
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kLineBytes) {
-      if (ask && row_ == 0) __builtin_prefetch(from + ahead_);
+      if (!ask || row_ != 0) continue;
+      __builtin_prefetch(from + ahead_);
+      if constexpr (kind == Kind::kNestedInt8) __builtin_prefetch(from + to_rest() + ahead_);
     }
   }
+
+  // Bytes from a weight's first plane to the other one.
+  SPECJAX_INLINE int64_t to_rest() const { return p_.w.rest - p_.w.data; }
 
   SPECJAX_INLINE bool escapes_before(int64_t input) const {
     bool found = false;

@@ -123,6 +123,9 @@ class Groups {
 
   SPECJAX_INLINE Group make(Word scales, Word points) const {
     if (w_.minima != nullptr) return {(Float)scales, Int{}, (Float)points};
+    if (w_.kind == Kind::kNestedInt8) {  // stored are the scales of the high nibbles
+      return {(Float)scales * splat(0.0625f), Int{} + offset(w_.kind), Float{}};
+    }
     return {(Float)scales, (Int)points + offset(w_.kind), Float{}};
   }
 

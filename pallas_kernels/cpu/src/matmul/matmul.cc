@@ -27,7 +27,7 @@ struct Description {
 
   bool quantized() const { return kind <= Kind::kInt8; }
   int64_t arrays() const {
-    if (kind == Kind::kBfloat12) return 3;
+    if (kind == Kind::kBfloat12 || kind == Kind::kNestedInt8) return 3;
     return quantized() ? 2 + (points != Points::kNone) : 1;
   }
   int64_t buffers() const { return arrays() + stacked; }
@@ -135,7 +135,7 @@ ffi::Error read_weight(const Description& d, const std::vector<Array>& arrays, i
                        Weight& w) {
   if (d.kind == Kind::kBfloat12) return read_bfloat12(d, arrays, k, w);
   const Array& data = arrays[0];
-  const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
+  const ffi::DataType types[] = {ffi::U8, ffi::U8, ffi::U8, ffi::S8, ffi::U16, ffi::F32};
   const int64_t padded = (k + kPlanePair - 1) / kPlanePair * kPlanePair;
   w = Weight{};
   w.kind = d.kind, w.inputs = d.quantized() ? padded : k;
@@ -159,7 +159,13 @@ ffi::Error read_weight(const Description& d, const std::vector<Array>& arrays, i
   }
   w.groups = padded / w.group_size;
   if (auto error = read_scales(arrays[1], w); error.failure()) return error;
-  return read_points(d.points, arrays, w);
+  if (d.kind != Kind::kNestedInt8) return read_points(d.points, arrays, w);
+  const Array& rest = arrays[2];
+  if (d.points != Points::kNone || rest.type != data.type || rest.shape != data.shape) {
+    return invalid("the planes of a weight do not fit: got " + text(rest.shape));
+  }
+  w.rest = rest.data;
+  return ffi::Error::Success();
 }
 
 // Memory for one prepared x. The thread keeps it for its next call.
@@ -260,7 +266,9 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
                         outputs[i], stacked[i] != 0};
     if (kinds[i] < 0 || d.kind > Kind::kBfloat12) return invalid("unknown kind of weight");
     if (points[i] < 0 || d.points > Points::kMinima) return invalid("unknown kind of points");
-    if (levels != 0 && !d.quantized()) return invalid("integer products need a quantized weight");
+    if (levels != 0 && (!d.quantized() || d.kind == Kind::kNestedInt8)) {
+      return invalid("integer products need a quantized weight of one plane");
+    }
     Product& p = products[i];
     std::vector<Array> arrays;
     auto error = read_arrays(d, args, first, arrays);

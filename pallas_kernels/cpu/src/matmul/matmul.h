@@ -64,8 +64,8 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
   const int64_t portions = (m + R - 1) / R;
   const int64_t rest = m % portions, segments = kRun<A> / p.segment<A>();
   for (int64_t s = 0; s < 2 * segments; ++s) {  // in the order in which FewRows ends them
-    const int64_t run = kind <= Kind::kMxfp4 ? s % 2 : s >= segments;
-    const int64_t i = (kind <= Kind::kMxfp4 ? s / 2 : s - run * segments) * p.segment<A>();
+    const int64_t run = in_nibbles(kind) ? s % 2 : s >= segments;
+    const int64_t i = (in_nibbles(kind) ? s / 2 : s - run * segments) * p.segment<A>();
     const int64_t start = run_start<A>(p.w, chunk, run) + i;
     Group group[kVectors];
     const Place place = Place::of<A>(p, start);
@@ -125,7 +125,10 @@ inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
     if (p.w.kind == Kind::kBfloat16) return multiply<A, Kind::kBfloat16>(p, m, column, y);
     if (p.w.kind == Kind::kBfloat12) return multiply<A, Kind::kBfloat12>(p, m, column, y);
   }
-  if constexpr (floats) multiply<A, Kind::kFloat32>(p, m, column, y);
+  if constexpr (floats) {
+    if (p.w.kind == Kind::kNestedInt8) return multiply<A, Kind::kNestedInt8>(p, m, column, y);
+    multiply<A, Kind::kFloat32>(p, m, column, y);
+  }
 }
 
 inline void multiply_panel(const Weight& w, const Preparation& how, const Prepared& x, int64_t m,
@@ -134,8 +137,10 @@ inline void multiply_panel(const Weight& w, const Preparation& how, const Prepar
   const int64_t column = panel * kColumns;
   if (how.arithmetic == Arithmetic::kInteger) {
     multiply<Arithmetic::kInteger>(p, m, column, y);
-  } else if (how.arithmetic == Arithmetic::kInteger16) {
+  } else if (how.arithmetic == Arithmetic::kInteger16 && w.kind == Kind::kInt8) {
     multiply<Arithmetic::kInteger16, Kind::kInt8>(p, m, column, y);
+  } else if (how.arithmetic == Arithmetic::kInteger16) {
+    multiply<Arithmetic::kInteger16, Kind::kNestedInt8>(p, m, column, y);
   } else if (how.arithmetic == Arithmetic::kFloat32) {
     multiply<Arithmetic::kFloat32>(p, m, column, y);
   } else if constexpr (kHasBf16) {
@@ -147,7 +152,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
   how.levels = levels;
   how.rows = x.m;
-  const bool wide = x.bfloat16 && w.kind == Kind::kInt8;
+  const bool wide = x.bfloat16 && (w.kind == Kind::kInt8 || w.kind == Kind::kNestedInt8);
   const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.halves());
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
                    : wide      ? Arithmetic::kInteger16

@@ -41,7 +41,12 @@ template <Arithmetic A>
 inline constexpr int kRunWords = kRun<A> / kPerWord<A>;
 
 // The number that makes a weight's integers unsigned bytes when it is added to them.
-inline int offset(Kind kind) { return kind == Kind::kInt4 ? 8 : kind == Kind::kMxfp4 ? 12 : 128; }
+inline int offset(Kind kind) {
+  return kind == Kind::kInt4         ? 8
+         : kind == Kind::kMxfp4      ? 12
+         : kind == Kind::kNestedInt8 ? 16 * 8 + 8
+                                     : 128;
+}
 
 // The integers of 4-bit codes, plus the offset.
 alignas(16) inline constexpr uint8_t kInt4Bytes[16] = {8, 9, 10, 11, 12, 13, 14, 15,
@@ -72,9 +77,10 @@ constexpr int chunk_bytes(Kind kind) {
 }
 
 // Reads a square of an interleaved weight, whose last tile is padded with rows.
-SPECJAX_INLINE void read_interleaved(const Weight& w, int64_t row, int64_t offset, Word* words) {
+SPECJAX_INLINE void read_interleaved(const Weight& w, const uint8_t* data, int64_t row,
+                                     int64_t offset, Word* words) {
   const int64_t tile = row & -kTileRows;
-  const uint8_t* from = w.data + tile * w.row_bytes + offset * kTileRows + (row - tile) * 4;
+  const uint8_t* from = data + tile * w.row_bytes + offset * kTileRows + (row - tile) * 4;
   const int64_t left = row < w.n ? (w.row_bytes - offset) / 4 : 0;
   if (__builtin_expect(left < kLanes, 0)) {
     for (int i = 0; i < kLanes; ++i) {
@@ -85,11 +91,13 @@ SPECJAX_INLINE void read_interleaved(const Weight& w, int64_t row, int64_t offse
   SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) words[i] = load<Word>(from + i * kTileRows * 4);
 }
 
-// Reads the square from row `row` and byte `offset` of a row on. Words outside the weight are zero.
-SPECJAX_INLINE void read_square(const Weight& w, int64_t row, int64_t offset, Word* words) {
-  if (w.interleaved) return read_interleaved(w, row, offset, words);
+// Reads the square from row `row` and byte `offset` of a row on. data: of `w`, or its other plane.
+// Words outside the weight are zero.
+SPECJAX_INLINE void read_square(const Weight& w, const uint8_t* data, int64_t row, int64_t offset,
+                                Word* words) {
+  if (w.interleaved) return read_interleaved(w, data, row, offset, words);
   alignas(64) uint8_t edge[kLanes * kBytes];
-  const uint8_t* from = w.data + row * w.row_bytes + offset;
+  const uint8_t* from = data + row * w.row_bytes + offset;
   int64_t stride = w.row_bytes;
   const int64_t rows = w.n - row, bytes = w.row_bytes - offset;
   if (__builtin_expect(rows < kLanes || bytes < kBytes, 0)) {
@@ -128,11 +136,19 @@ SPECJAX_INLINE Word look_up_values(Word codes, Word table) {
 }
 #endif
 
+// Word `i` of four unsigned bytes, which are integers plus the offset of `kind`.
+template <Arithmetic A, Kind kind>
+SPECJAX_INLINE Word word_of_bytes(int i, Word four) {
+  if constexpr (is_integer(A)) return four;
+  const Float value = to_float((Int)(four >> (8 * i) & 0xFFu));
+  return (Word)(value - splat(static_cast<float>(offset(kind))));
+}
+
 // Decodes stored words. One holds kWords words of a run or, of 4-bit codes, of both runs.
 template <Arithmetic A, Kind kind>
 struct Decoder {
   using Stored = Word;
-  static constexpr bool kNibbles = kind <= Kind::kMxfp4;
+  static constexpr bool kNibbles = in_nibbles(kind);
   static constexpr int kLines = 1;  // that `Stored` holds
   static constexpr int kRuns = kNibbles ? 2 : 1;
   static constexpr int kWords = (kind <= Kind::kInt8       ? 4
@@ -147,7 +163,7 @@ struct Decoder {
   // Word `i` of run `run` of those that `stored` holds.
   SPECJAX_INLINE Word word(int run, int i, Word stored) const {
     if constexpr (kNibbles) return nibbles(run, i, stored);
-    if constexpr (kind == Kind::kInt8) return bytes(i, stored ^ 0x80808080u);
+    if constexpr (kind == Kind::kInt8) return word_of_bytes<A, kind>(i, stored ^ 0x80808080u);
     if constexpr (kind == Kind::kBfloat16 && A == Arithmetic::kFloat32) {
       return i == 0 ? stored << 16 : stored & 0xFFFF0000u;
     }
@@ -166,14 +182,24 @@ struct Decoder {
     }
     if constexpr (kind == Kind::kInt4) codes ^= 0x88888888u;
     codes = codes >> (4 * run) & 0x0F0F0F0Fu;
-    return bytes(i, kind == Kind::kMxfp4 ? lookup(codes, kMxfp4Bytes) : codes);
+    return word_of_bytes<A, kind>(i, kind == Kind::kMxfp4 ? lookup(codes, kMxfp4Bytes) : codes);
   }
+};
 
-  // Word `i` of four unsigned bytes.
-  SPECJAX_INLINE Word bytes(int i, Word four) const {
-    if constexpr (is_integer(A)) return four;
-    const Float value = to_float((Int)(four >> (8 * i) & 0xFFu));
-    return (Word)(value - splat(static_cast<float>(offset(kind))));
+// Words of both planes: an integer's high nibble is in the first, its low one in the second.
+struct Planes {
+  Word high, low;
+};
+
+template <Arithmetic A>
+struct Decoder<A, Kind::kNestedInt8> {
+  using Stored = Planes;
+  static constexpr int kLines = 1, kRuns = 2, kWords = 4 / kPerWord<A>;
+
+  SPECJAX_INLINE Word word(int run, int i, Planes stored) const {
+    const Word high = (run == 0 ? stored.high << 4 : stored.high) & 0xF0F0F0F0u;
+    const Word low = (run == 0 ? stored.low : stored.low >> 4) & 0x0F0F0F0Fu;
+    return word_of_bytes<A, Kind::kNestedInt8>(i, (high | low) ^ 0x88888888u);
   }
 };
 
@@ -193,18 +219,26 @@ struct Decoder<A, Kind::kBfloat12> {
 template <Arithmetic A, Kind kind, typename Put>
 SPECJAX_INLINE void decode_rows(const Weight& w, int64_t row, int64_t chunk, const Put& put) {
   // Nibbles of both runs share their bytes.
-  constexpr int kRunsApart = kind <= Kind::kMxfp4 ? 1 : 2;
+  constexpr int kRunsApart = in_nibbles(kind) ? 1 : 2;
   constexpr int kBytesApart = chunk_bytes<A>(kind) / kRunsApart;
   const Decoder<A, kind> decoder;
   SPECJAX_UNROLL for (int run = 0; run < kRunsApart; ++run) {
     for (int square = 0; square < kBytesApart / kBytes; ++square) {
-      Word words[kLanes];
-      read_square(w, row, (chunk * kRunsApart + run) * kBytesApart + square * kBytes, words);
+      const int64_t byte = (chunk * kRunsApart + run) * kBytesApart + square * kBytes;
+      Word words[kLanes], others[kLanes];
+      read_square(w, w.data, row, byte, words);
+      if constexpr (kind == Kind::kNestedInt8) read_square(w, w.rest, row, byte, others);
       SPECJAX_UNROLL for (int i = 0; i < kLanes; ++i) {
+        typename Decoder<A, kind>::Stored stored;
+        if constexpr (kind == Kind::kNestedInt8) {
+          stored = {words[i], others[i]};
+        } else {
+          stored = words[i];
+        }
         const int first = (square * kLanes + i) * Decoder<A, kind>::kWords;
         SPECJAX_UNROLL for (int word = 0; word < Decoder<A, kind>::kWords; ++word) {
           SPECJAX_UNROLL for (int half = 0; half < Decoder<A, kind>::kRuns; ++half) {
-            put(run + half, first + word, decoder.word(run + half, word, words[i]));
+            put(run + half, first + word, decoder.word(run + half, word, stored));
           }
         }
       }

@@ -48,8 +48,8 @@ alignas(16) inline constexpr int8_t kMxfp4Values[16] = {0, 1,  2,  3,  4,  6,  8
 // The slices of a product whose x is prepared for tiles of `kDepth` words.
 template <Arithmetic A, Kind kind, int kDepth>
 struct TileSlices {
-  static constexpr int kRuns = kind <= Kind::kMxfp4 ? 2 : 1;  // whose inputs lie in the same bytes
-  static constexpr int kInputs = kDepth * kPerWord<A>;        // of a run
+  static constexpr int kRuns = in_nibbles(kind) ? 2 : 1;  // whose inputs lie in the same bytes
+  static constexpr int kInputs = kDepth * kPerWord<A>;    // of a run
   // Lines of a slice: each has kLineBytes bytes of each output.
   static constexpr int kLines = kind == Kind::kBfloat12                    ? 3 * kDepth / 4
                                 : kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2
@@ -140,7 +140,7 @@ class TileSource {
   // Line `line` of a weight that is stored row by row, or whose rows end within the square.
   const uint8_t* transposed(int64_t line) {
     const int64_t square = line / kLanes;
-    if (square != square_) read_square(w_, column_, square * kBytes, words_);
+    if (square != square_) read_square(w_, w_.data, column_, square * kBytes, words_);
     square_ = square;
     return reinterpret_cast<const uint8_t*>(words_ + line % kLanes);
   }

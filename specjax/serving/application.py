@@ -1,0 +1,54 @@
+"""The server as an ASGI application with an engine of its own, for servers that others run."""
+
+from __future__ import annotations
+
+from specjax.generation.request import Request
+from specjax.generation.text import ToolTokenizer
+from specjax.model.params import Params
+from specjax.serving.app import Door, make_app
+from specjax.serving.engine import Engine
+from specjax.serving.grammars import grammars_possible
+from specjax.serving.limits import Limits
+from specjax.serving.metrics import Metrics
+from specjax.serving.room import make_plan
+from specjax.speculation.drafter import Drafter
+
+
+def application(
+    params: Params,
+    tokenizer: ToolTokenizer,
+    name: str,
+    *,
+    rows: int | None = None,
+    context: int | None = None,
+    drafter: Drafter | None = None,
+    cache_bits: int = 16,
+    key: str | None = None,
+) -> Limits:
+    """Returns an ASGI application that answers OpenAI's clients.
+
+    Its programs are compiled before it returns. The engine's thread ends with the process.
+
+    Args:
+      params: the model.
+      tokenizer: what `specjax.load_tokenizer` returns.
+      name: the model's name for clients.
+      rows: outputs made at a time; None: 8.
+      context: tokens of a prompt and its output; None: 2048, or as many as the model has.
+      drafter: proposes tokens; None: `specjax.Auto`.
+      cache_bits: bits per entry of the KV cache: 16, 8 or 4.
+      key: what clients must send as a bearer token; None: nothing.
+
+    Raises:
+      ValueError: an argument is out of its range, or the caches do not fit.
+    """
+    request = Request.make(
+        params, drafter=drafter, cache_bits=cache_bits, constrained=grammars_possible(params)
+    )
+    plan = make_plan(
+        params.config, request, rows=rows, context=context, most_bytes=None, queue=64,
+        prefix_bytes=2**28, logprobs=20,
+    )  # fmt: skip
+    engine = Engine(params, request, plan, Metrics())
+    engine.start()
+    return make_app(engine, tokenizer, Door(name, key=key))
