@@ -14,8 +14,8 @@ where drafts are chosen without chance. Programs are compiled before.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,13 +25,13 @@ from tqdm import tqdm
 import specjax
 from benchmarks.support.common import pad, parser, table, write
 from benchmarks.support.instruct import KINDS, MODEL, Case, base, cases, prompts, target
+from specjax.bench.turns import geometric_mean, take_turns
 
 COMPARED = (
     "Auto", "Auto, 16 bits", "Auto, 12 bits", "Auto, nested", "nested, QSpec(3) a8", "QSpec a8",
     "prompt lookup", "ANPD", "Lookahead, W = G = 2", "CORE, N = 4, W = 3, G = 4",
     "MXFP4 cast, a8", "MXFP4 cast, a8, ANPD below",
 )  # fmt: skip
-RESAMPLES = 2000
 
 
 def main() -> int:
@@ -47,7 +47,9 @@ def main() -> int:
         tokens = np.ones((options.batch, width), np.int32)
         for name, drafter in runs.values():
             _answer(name, drafter, tokens, np.full(options.batch, width), options)
-    seconds, outputs = _take_turns(runs, chunks, options)
+    programs = {name: partial(_answered, *run, options) for name, run in runs.items()}
+    with tqdm(total=len(chunks) * len(programs), file=sys.stderr) as bar:
+        seconds, outputs = take_turns(programs, chunks, ran=bar.update)
     rows = _rows(runs, [kind for kind, *_ in chunks], seconds, outputs, options)
     print(table(rows, list(rows[0])))
     write(options.json, rows)
@@ -94,33 +96,24 @@ def _answer(
     )  # fmt: skip
 
 
-def _take_turns(
-    runs: dict[str, tuple[str, specjax.Drafter]], chunks: list[Any], options: Any
-) -> tuple[dict[str, list[float]], dict[str, list[specjax.DecodeResult]]]:
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    outputs: dict[str, list[specjax.DecodeResult]] = {name: [] for name in runs}
-    names = list(runs)
-    for number, (_, tokens, lengths) in enumerate(tqdm(chunks, file=sys.stderr)):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            begin = time.perf_counter()
-            result = _answer(*runs[name], tokens, lengths, options)
-            seconds[name].append(time.perf_counter() - begin)
-            outputs[name].append(result)
-    return seconds, outputs
+def _answered(
+    name: str, drafter: specjax.Drafter, options: Any, chunk: tuple[str, np.ndarray, np.ndarray]
+) -> specjax.DecodeResult:
+    _, tokens, lengths = chunk
+    return _answer(name, drafter, tokens, lengths, options)
 
 
 def _rows(
     runs: dict[str, tuple[str, specjax.Drafter]],
     kinds: list[str],
-    seconds: dict[str, list[float]],
+    seconds: dict[str, np.ndarray],
     outputs: dict[str, list[specjax.DecodeResult]],
     options: Any,
 ) -> list[dict[str, Any]]:
     rows = []
     for name, (model, _) in runs.items():
         plain = f"plain, {base(model)}"
-        ratios = np.log(np.array(seconds[plain]) / np.array(seconds[name]))
+        ratios = seconds[plain][0] / seconds[name][0]
         for kind in (*dict.fromkeys(kinds), "all"):
             where = [i for i, each in enumerate(kinds) if kind in (each, "all")]
             stats = [outputs[name][i].stats for i in where]
@@ -128,15 +121,15 @@ def _rows(
                 sum(int(getattr(each, count).sum()) for each in stats)
                 for count in ("generated", "rounds")
             )
-            low, high = _interval(ratios[where])
+            speedup = geometric_mean(ratios[where])
             rows.append(
                 {
                     "model": MODEL, "target": model, "drafter": name, "batch": options.batch,
                     "temperature": options.temperature, "kind": kind,
                     "prompts": options.batch * len(where),
-                    "speedup": float(np.exp(ratios[where].mean())),
-                    "speedup_low": low, "speedup_high": high,
-                    "tokens_per_second": generated / sum(seconds[name][i] for i in where),
+                    "speedup": speedup.mean,
+                    "speedup_low": speedup.low, "speedup_high": speedup.high,
+                    "tokens_per_second": generated / float(seconds[name][0, where].sum()),
                     "tokens_per_round": generated / rounds,
                     "identical": all(
                         np.array_equal(outputs[name][i].tokens, outputs[plain][i].tokens)
@@ -145,12 +138,6 @@ def _rows(
                 }
             )  # fmt: skip
     return rows
-
-
-def _interval(ratios: np.ndarray) -> tuple[float, float]:
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.exp(np.quantile(ratios[drawn].mean(axis=1), (0.025, 0.975)))
-    return float(low), float(high)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ import specjax
 from benchmarks.support.common import pad, parser, table, write
 from benchmarks.support.instruct import MODEL, target
 from benchmarks.support.repeated import SETS, asked
+from specjax.bench.turns import geometric_mean
 
 PLAIN, AUTO, MEMORY = "plain", "Auto", "Auto, memory"
-RESAMPLES = 2000
 
 
 class Answer(NamedTuple):
@@ -94,9 +94,7 @@ def _answer(
 def _row(passed: str, name: str, answers: list[dict[str, Answer]], options: Any) -> dict[str, Any]:
     own, plain = ([each[which] for each in answers] for which in (name, PLAIN))
     seconds = np.array([[each.seconds for each in kind] for kind in (plain, own)])
-    ratios = np.log(seconds[0] / seconds[1])
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.exp(np.quantile(ratios[drawn].mean(axis=1), (0.025, 0.975)))
+    speedup = geometric_mean(seconds[0] / seconds[1])
     counts = {
         count: sum(int(getattr(each.stats, count).sum()) for each in own)
         for count in ("generated", "rounds", "drafted", "accepted")
@@ -105,8 +103,7 @@ def _row(passed: str, name: str, answers: list[dict[str, Answer]], options: Any)
     return {
         "model": MODEL, "target": options.target, "set": options.set, "pass": passed,
         "temperature": options.temperature, "drafter": name, "prompts": len(answers),
-        "speedup": float(np.exp(ratios.mean())), "speedup_low": float(low),
-        "speedup_high": float(high),
+        "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
         "tokens_per_second": counts["generated"] / float(seconds[1].sum()),
         "tokens_per_round": counts["generated"] / counts["rounds"],
         "kept": counts["accepted"] / max(counts["drafted"], 1),

@@ -28,9 +28,9 @@ import specjax
 from benchmarks.support.common import parser, table, write
 from benchmarks.support.instruct import MODEL, target
 from benchmarks.support.tools import INSTRUCTION, TOOLS, Tool
+from specjax.bench.turns import geometric_mean
 
 PLAIN, FORCED, AUTO, FREE = "plain", "forced tokens", "forced tokens, Auto", "plain, free"
-RESAMPLES = 2000
 
 
 class Answer(NamedTuple):
@@ -106,9 +106,7 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 def _row(name: str, answers: dict[str, list[Answer]], options: Any) -> dict[str, Any]:
     own, plain = answers[name], answers[PLAIN]
     seconds = np.array([[each.seconds for each in kind] for kind in (plain, own)])
-    ratios = np.log(seconds[0] / seconds[1])
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.exp(np.quantile(ratios[drawn].mean(axis=1), (0.025, 0.975)))
+    speedup = geometric_mean(seconds[0] / seconds[1])
     counts = {
         count: sum(int(getattr(each.stats, count)) for each in own)
         for count in ("generated", "rounds", "drafted", "accepted")
@@ -116,8 +114,7 @@ def _row(name: str, answers: dict[str, list[Answer]], options: Any) -> dict[str,
     return {
         "model": MODEL, "target": options.target, "temperature": options.temperature,
         "drafter": name, "constrained": name != FREE, "requests": len(own),
-        "speedup": float(np.exp(ratios.mean())), "speedup_low": float(low),
-        "speedup_high": float(high),
+        "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
         "tokens_per_second": counts["generated"] / float(seconds[1].sum()),
         "tokens_per_round": counts["generated"] / counts["rounds"],
         "kept": counts["accepted"] / max(counts["drafted"], 1),

@@ -5,24 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jaxlib
 import numpy as np
 
-import specjax
 from benchmarks.support.tables import ROOT as ROOT
 from benchmarks.support.tables import table as table
+from specjax.bench import environment as place
 
-# Read at the start: a long run must name the code that it ran, not what came after.
-COMMIT = subprocess.run(
-    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-).stdout.strip()
+COMMIT = place.commit() or "unknown commit"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -54,25 +47,7 @@ def refuse_dirty() -> None:
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "specjax": specjax.__version__,
-        "commit": COMMIT,
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
+    return place.environment() | {"commit": COMMIT}
 
 
 def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:

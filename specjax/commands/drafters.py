@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import specjax
 from specjax import drafting
+from specjax.checks import shown
 from specjax.commands.options import Target
-from specjax.drafting.registry import DRAFTERS
+from specjax.drafting.registry import NAMES, split_options
 
 _FLAGS = {  # the field of the drafter that a flag sets -> where the parser keeps it
     "draft_length": "draft_length",
@@ -27,9 +28,14 @@ _NEEDED = {  # the field that a drafter cannot do without, and how to give it
     "layer-skip": ("layers", "--layers, such as 0,2,4: specjax plan layers finds some"),
     "retrieval": ("datastore", "--datastore: specjax datastore build makes one"),
 }
-_WITH_CORPUS = ("retrieval", "spectra")
+_SKIPPED = {  # sets of layers that need no search, by what stands for their numbers
+    f"skip-{skipped.replace(' ', '-')}": skipped
+    for skipped in ("first half", "last half", "alternate")
+}
+_CORES = ("spectra", "spectra-paper")
+_WITH_CORPUS = ("retrieval", *_CORES)
 _NAMED = tuple(
-    name for name in DRAFTERS if name not in ("translated-draft", "combined", "multi-level")
+    name for name in NAMES if name not in ("translated-draft", "combined", "multi-level")
 )
 _RUN_A_MODEL = tuple(name for name in _NAMED if "activation" in drafting.options(name))
 _LOOK_UP = tuple(name for name in _NAMED if name not in ("autoregressive", *_RUN_A_MODEL))
@@ -89,7 +95,8 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-activation",
         choices=("a16", "a8", "a4"),
-        help="activation precision of the draft; qspec: a8, other models: a16 if left out",
+        help="activation precision of the draft; qspec: a8, other models: a16 if left out; a4 is "
+        "for papers' tables, and never cheaper than a8 here",
     )
     add(
         "--draft",
@@ -102,7 +109,12 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-lm-head", action="store_true", help="quantize the output head of casts too")
     add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
-    add("--layers", type=integers, metavar="0,2,…", help="the layers that layer-skip drafts with")
+    add(
+        "--layers",
+        type=_layers,
+        metavar="0,2,…",
+        help="the layers that layer-skip drafts with, or " + ", ".join(_SKIPPED),
+    )
     add(
         "--confidence",
         type=float,
@@ -140,10 +152,40 @@ def make_drafter(chosen: DrafterOptions, target: Target) -> specjax.Drafter:
     """
     levels = _levels(chosen, target)
     _distribute(chosen.fields, levels)
-    first, *others = [_made(level) for level in levels]
+    first, *others = [_made(level, target) for level in levels]
     if isinstance(first, specjax.QSpec):
         _check_four_bits(first, target)
     return specjax.MultiLevel.of([first, *others])
+
+
+def read_written(text: str, draft_lm_head: bool = False) -> DrafterOptions:
+    """The choice that one text makes: NAME:OPTION=VALUE,…+BELOW+….
+
+    Args:
+      text: the drafter's name and fields, and what --draft would name, each after a "+".
+      draft_lm_head: whether casts quantize the output head too.
+
+    Raises ValueError where the text is not written like that.
+    """
+    first, *below = text.split("+")
+    name, fields = split_options(first)
+    if name == "draft-model" and not below:
+        raise ValueError(
+            f"draft-model needs a model or a quantization method after it, such as "
+            f"draft-model+mxfp4, got {shown(text)}"
+        )
+    return DrafterOptions(name, fields, below, draft_lm_head and bool(below))
+
+
+def with_lengths(text: str, lengths: Sequence[int]) -> list[str]:
+    """A drafter written as for `read_written`, with each draft length; as it is where it has one,
+    or can have none. Raises ValueError for a drafter that is unknown."""
+    first, sign, below = text.partition("+")
+    name, fields = split_options(first)
+    if not lengths or "draft_length" in fields or "draft_length" not in drafting.options(name):
+        return [text]
+    mark = "," if fields else ":"
+    return [f"{first}{mark}draft_length={length}{sign}{below}" for length in lengths]
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -153,6 +195,11 @@ def integers(text: str) -> tuple[int, ...]:
     except ValueError:
         message = f"must be integers with commas between them, got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _layers(text: str) -> tuple[int, ...] | str:
+    """Numbers of layers, or the name of a set of them."""
+    return text if text in _SKIPPED else integers(text)
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -165,8 +212,8 @@ def _assignment(text: str) -> tuple[str, str]:
 def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
     """The drafters from the target's own down, each with its model."""
     name = chosen.drafter or ("qspec" if chosen.fields or chosen.draft else "auto")
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {name!r}")
+    if name not in NAMES:
+        raise ValueError(f"drafter must be one of {', '.join(NAMES)}, got {name!r}")
     first, drafts = _Level(name, {}), list(chosen.draft)
     if drafts and first.name not in _RUN_A_MODEL:
         owners = ", ".join(_RUN_A_MODEL)
@@ -244,7 +291,8 @@ def _distribute(fields: Mapping[str, object], levels: Sequence[_Level]) -> None:
 
 def _lengths(value: object, levels: int) -> Sequence[object]:
     """One draft length per level."""
-    lengths = value if isinstance(value, tuple | list) else (value,)
+    given = value.split(",") if isinstance(value, str) else value
+    lengths = given if isinstance(given, tuple | list) else (given,)
     if len(lengths) == 1:
         return [lengths[0]] * levels
     if len(lengths) != levels:
@@ -254,10 +302,12 @@ def _lengths(value: object, levels: int) -> Sequence[object]:
     return lengths
 
 
-def _made(level: _Level) -> specjax.Drafter:
+def _made(level: _Level, target: Target) -> specjax.Drafter:
     """The drafter; spectra with a datastore is both of SPECTRA's halves."""
     fields = dict(level.fields)
-    corpus = fields.pop("datastore", None) if level.name == "spectra" else None
+    if (skipped := _SKIPPED.get(str(fields.get("layers")))) is not None:
+        fields["layers"] = specjax.LayerSkip.skipping(target.params, skipped).layers
+    corpus = fields.pop("datastore", None) if level.name in _CORES else None
     needed, how = _NEEDED.get(level.text, (None, ""))
     if needed is not None and needed not in fields:
         raise ValueError(f"{level.text} needs {how}")

@@ -14,7 +14,7 @@ from tqdm import tqdm
 import specjax
 from specjax.checks import printable
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
-from specjax.commands.files import check_picture, pyplot, read_prompts, save_picture, write_json
+from specjax.commands.files import check_picture, pyplot, save_picture, write_json
 from specjax.commands.options import (
     add_cache_bits,
     add_json,
@@ -22,9 +22,11 @@ from specjax.commands.options import (
     add_output,
     add_picture,
     add_quantize,
+    add_sample_seed,
     chosen_target,
     integer,
 )
+from specjax.commands.prompts import read_prompts
 from specjax.evaluation import TASKS, Fidelity, TaskProgress, evaluate, fidelity, perplexity
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.evaluation.table import Row, fidelity_rows, format_table
@@ -68,7 +70,7 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     _add_task_options(parser)
     help_ = "QSpec's tokens per draft; 3 if left out"
     add("--draft-length", type=integer, default=3, metavar="N", help=help_)
-    help_ = "QSpec's activation precision of the draft; a4 if left out"
+    help_ = "QSpec's activation precision of the draft; a4, the paper's, if left out"
     add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
     add_cache_bits(parser)
     help_ = "write results to this folder; a killed run continues from it"
@@ -85,6 +87,7 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--limit", type=integer, metavar="N", help="items per task, the first ones; all if left out"
     )
+    add_sample_seed(parser)
     for name, what in (
         ("--shots", "worked examples before each question"),
         ("--max-new-tokens", "most tokens per answer"),
@@ -172,7 +175,7 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 def _fidelity(options: argparse.Namespace) -> None:
     check_picture(options.picture)
-    texts = read_prompts(options.prompts)[: options.limit]
+    texts = read_prompts(options.prompts, options.limit)
     params = specjax.load(options.model)
     tokenizer = specjax.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text) for text in texts]
@@ -235,7 +238,8 @@ def _row_numbers(row: Row) -> dict[str, Any]:
 
 def _task_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "rows": options.rows, "limit": options.limit, "shots": options.shots,
+        "rows": options.rows, "limit": options.limit, "sample_seed": options.sample_seed,
+        "shots": options.shots,
         "max_new_tokens": options.max_new_tokens, "chat": options.chat, "unsafe": options.unsafe,
     }  # fmt: skip
 

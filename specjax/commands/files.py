@@ -1,4 +1,4 @@
-"""Files that several commands read and write: prompts, configurations, numbers, pictures."""
+"""Files that several commands read and write: configurations, numbers, pictures."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools import checkpoint
-from specjax.files.json_lines import is_json_lines, read_lines, read_text
 from specjax.files.outputs import replacing_file, write_whole
 from specjax.model.config import ModelConfig
 from specjax.model.sizes import FORMATS
-
-PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the first there is
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, one per line: text, or JSON with one of PROMPT_FIELDS."""
-    if is_json_lines(path):
-        return [line.text(*PROMPT_FIELDS) for line in read_lines(path)]
-    return [line for line in read_text(path).splitlines() if line.strip()]
 
 
 def read_config(source: str) -> tuple[ModelConfig, str]:

@@ -102,6 +102,12 @@ def add_cache_bits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-bits", type=int, choices=(16, 8, 4), default=16, help=help_)
 
 
+def add_sample_seed(parser: argparse.ArgumentParser) -> None:
+    """--sample-seed."""
+    help_ = "take --limit items at random, as this seed decides; the first ones if left out"
+    parser.add_argument("--sample-seed", type=seed, metavar="N", help=help_)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     add_output(parser, "--json", metavar="FILE", help="write the numbers to this file")

@@ -6,7 +6,17 @@ import argparse
 from collections.abc import Sequence
 
 import specjax
-from specjax.commands import chat, checkpoints, datastore, evaluate, generate, lm_eval, plan, serve
+from specjax.commands import (
+    bench,
+    chat,
+    checkpoints,
+    datastore,
+    evaluate,
+    generate,
+    lm_eval,
+    plan,
+    serve,
+)
 from specjax.commands.options import Parser, check_outputs
 
 
@@ -27,6 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="specjax", description=specjax.__doc__, epilog=more)
     parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for each in (generate, chat, serve, checkpoints, evaluate, lm_eval, plan, datastore):
+    for each in (generate, chat, serve, checkpoints, evaluate, lm_eval, bench, plan, datastore):
         each.add(commands)
     return parser

@@ -13,7 +13,7 @@ from typing import Any
 import specjax
 from specjax import planning
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
-from specjax.commands.files import check_picture, read_config, read_prompts, write_json
+from specjax.commands.files import check_picture, read_config, write_json
 from specjax.commands.options import (
     add_cache_bits,
     add_group_size,
@@ -25,6 +25,7 @@ from specjax.commands.options import (
     integer,
 )
 from specjax.commands.plan_pictures import draw_layers, draw_memory, draw_speed
+from specjax.commands.prompts import read_prompts
 from specjax.drafting.auto import WIDTHS
 from specjax.drafting.calibration import calibrate
 from specjax.evaluation.progress_bar import progress_bar
@@ -211,7 +212,7 @@ def _measured(options: argparse.Namespace) -> tuple[tuple[Level, ...], float]:
     """Acceptance and costs of the drafter that the options name."""
     if options.prompts is None:
         raise ValueError("--measure needs --prompts, a file of prompts")
-    texts = read_prompts(options.prompts)[: options.limit]
+    texts = read_prompts(options.prompts, options.limit)
     target = chosen_target(options)
     chosen = read_drafter(options)
     drafter = make_drafter(chosen._replace(drafter=chosen.drafter or "qspec"), target)

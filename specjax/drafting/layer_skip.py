@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
 from pallas_kernels.activations import Activation
-from specjax.checks import check_integer
+from specjax.checks import check_integer, shown
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.schedules import Schedule
 from specjax.model.params import Params
@@ -24,7 +25,8 @@ from specjax.model.params import Params
 class LayerSkip(LevelDrafter):
     """Drafts with a subset of the target's layers.
 
-    layers: their numbers, in order; `every_other` and `specjax.planning.search_layers` find some.
+    layers: their numbers, in order; `specjax.planning.search_layers` finds some, and `skipping`
+        has three sets that need no search.
     draft_length: the most tokens per draft.
     activation: the draft's activation precision; "a8" and "a4" combine skipping with QSpec.
     confidence: a row's draft ends with a token of smaller probability than this; None: never.
@@ -49,9 +51,30 @@ class LayerSkip(LevelDrafter):
             raise ValueError(f"layers must be rising layer numbers, at least one, got {layers}")
 
     @classmethod
-    def every_other(cls, params: Params, **options: object) -> LayerSkip:
-        """Drafts with layers 0, 2, 4 … of a model."""
-        return cls(tuple(range(0, params.config.num_layers, 2)), **options)  # type: ignore[arg-type]
+    def skipping(cls, params: Params, skipped: str, **options: Any) -> LayerSkip:
+        """Drafts without some layers that need no search (the article, "Layer-Skipping Draft").
+
+        Args:
+          params: the model.
+          skipped: "first half"; "last half", which leaves layers 0 … L // 2 - 1; or "alternate",
+            which leaves layers 1, 3, 5 …
+          options: the other fields.
+
+        Returns:
+          The drafter.
+
+        Raises:
+          ValueError: `skipped` is none of them, no layer is left, or a field is out of its range.
+        """
+        count = params.config.num_layers
+        left = {
+            "first half": range(count // 2, count),
+            "last half": range(count // 2),
+            "alternate": range(1, count, 2),
+        }
+        if skipped not in left:
+            raise ValueError(f"skipped must be one of {', '.join(left)}, got {shown(skipped)}")
+        return cls(tuple(left[skipped]), **options)
 
     def validate(self, params: Params, positions: int) -> None:
         count = params.config.num_layers

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.checks import shown
-from specjax.drafting.chain import LevelDrafter, LevelState
+from specjax.drafting.chain import ChainDrafter, LevelDrafter, LevelState
+from specjax.drafting.translated import TranslatedDraft
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
@@ -74,6 +75,33 @@ class MultiLevel(Drafter):
         if len({id(level) for level in levels}) < len(levels):
             raise ValueError("levels hold one drafter twice: no level can draft for itself")
         return reduce(lambda inner, outer: cls(outer, inner), reversed(levels))  # type: ignore[arg-type]
+
+    @classmethod
+    def paper(cls, outer: LevelDrafter, inner: ChainDrafter) -> MultiLevel:
+        """ML-SpecQD's settings (section IV): both levels draft up to 8 tokens, and a draft of the
+        lower one ends at a token of smaller probability than 0.4, or 0.65 where it has another
+        tokenizer.
+
+        The paper also ends the upper level's drafts; here that level verifies whole ones.
+
+        Args:
+          outer: the target's MXFP4 cast, a DraftModel.
+          inner: a small model, a DraftModel or TranslatedDraft.
+
+        Returns:
+          The two levels.
+
+        Raises:
+          ValueError: one of them does not draft with a model.
+        """
+        for name, level in (("outer", outer), ("inner", inner)):
+            if not isinstance(level, ChainDrafter):
+                raise ValueError(f"{name} must draft with a model, got {shown(level)}")
+        confidence = 0.65 if isinstance(inner, TranslatedDraft) else 0.4
+        return cls(
+            dataclasses.replace(outer, draft_length=8),  # type: ignore[type-var]
+            dataclasses.replace(inner, draft_length=8, confidence=confidence),  # type: ignore[type-var]
+        )
 
     @property
     def draft_length(self) -> int:

@@ -28,7 +28,8 @@ class QSpec(LevelDrafter):
     """Drafts with quantized activations, verifies with 16-bit ones.
 
     draft_length: tokens per draft (the paper's γ).
-    activation: "a8" or "a4", the draft's activation precision.
+    activation: "a8" or "a4", the draft's activation precision. "a4" is the paper's; here it is
+        8-bit arithmetic on a coarser grid: never cheaper than "a8", and less is accepted.
     overwrite: False keeps the draft's own KV entries in a second cache, which the verification
         never corrects. It exists for the paper's ablation (table 2) alone.
     schedule: how many of draft_length tokens to draft; None: all.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from specjax.checks import check_text, shown
@@ -54,6 +54,9 @@ DRAFTERS: Mapping[str, type[Drafter]] = {
     "combined": Combined,
     "multi-level": MultiLevel,
 }
+# Drafters with a paper's choices where those of the class are others.
+PRESETS: Mapping[str, Callable[..., Drafter]] = {"spectra-paper": Spectra.paper}
+NAMES: Mapping[str, Callable[..., Drafter]] = {**DRAFTERS, **PRESETS}
 SCHEDULES: Mapping[str, type[Schedule]] = {"heuristic": Heuristic, "adaptive": Adaptive}
 
 
@@ -78,7 +81,7 @@ def make(name: str, **options: object) -> Drafter:
     """Makes the drafter of that name.
 
     Args:
-      name: a key of `DRAFTERS`, which options may follow: "spectra:window=2,guesses=2". Parentheses
+      name: a key of `NAMES`, which options may follow: "spectra:window=2,guesses=2". Parentheses
         keep the options of a drafter or schedule inside together.
       options: fields of the drafter, as objects or as text: "2", "0.1", "true", "none", "0,2,4".
         `schedule` may be the name of a schedule, `datastore` and `memory` directories; the
@@ -92,7 +95,7 @@ def make(name: str, **options: object) -> Drafter:
       ValueError: the name or an option is unknown, an option is missing, or a value is not
       accepted.
     """
-    drafter: Drafter = _make(DRAFTERS, "drafter", name, options)
+    drafter: Drafter = _make(NAMES, "drafter", name, options)
     return drafter
 
 
@@ -101,16 +104,17 @@ def options(name: str) -> dict[str, Option]:
 
     Raises ValueError if the name is unknown.
     """
-    return _options(_find({**DRAFTERS, **SCHEDULES}, "drafter", name))
+    return _options(_find({**NAMES, **SCHEDULES}, "drafter", name))
 
 
-def _make(table: Mapping[str, type[Any]], kind: str, text: str, given: dict[str, object]) -> Any:
-    """An object of one of the classes in `table`."""
-    check_text("the name of a drafter", text)
-    name, _, inside = text.partition(":")
-    cls = _find(table, kind, name)
-    accepted = _options(cls)
-    given = _split(name, inside) | given
+def _make(
+    table: Mapping[str, Callable[..., Any]], kind: str, text: str, given: dict[str, object]
+) -> Any:
+    """An object of one of the classes or presets in `table`."""
+    name, inside = split_options(text)
+    maker = _find(table, kind, name)
+    accepted = _options(maker)
+    given = inside | given
     for option in given:
         if option not in accepted:
             fields = ", ".join(accepted) or "no options"
@@ -122,25 +126,42 @@ def _make(table: Mapping[str, type[Any]], kind: str, text: str, given: dict[str,
         option: _convert(f"{option} of {name}", value, accepted[option])
         for option, value in given.items()
     }
-    return cls(**values)
+    return maker(**values)
 
 
-def _find(table: Mapping[str, type[Any]], kind: str, name: str) -> type[Any]:
+def _find(table: Mapping[str, Callable[..., Any]], kind: str, name: str) -> Callable[..., Any]:
     if name not in table:
         raise ValueError(f"{kind} must be one of {', '.join(table)}, got {name!r}")
     return table[name]
 
 
-def _options(cls: type[Any]) -> dict[str, Option]:
+def _options(maker: Callable[..., Any]) -> dict[str, Option]:
+    """The options of a class, or of a preset, whose defaults are its own."""
+    usual = None if isinstance(maker, type) else maker()
+    cls: Any = maker if usual is None else type(usual)
     hints = get_type_hints(cls)
-    return {
+    found = {
         field.name: Option(hints[field.name], _in_words(hints[field.name]), field.default)
         for field in dataclasses.fields(cls)
     }
+    if usual is None:
+        return found
+    return {name: each._replace(default=getattr(usual, name)) for name, each in found.items()}
+
+
+def split_options(text: str) -> tuple[str, dict[str, object]]:
+    """The name of a drafter and its options, written as
+    "spectra:window=2,layers=0,2,4,schedule=(adaptive:memory=32)".
+
+    Raises ValueError where options are not written like that.
+    """
+    check_text("the name of a drafter", text)
+    name, _, inside = text.partition(":")
+    return name, _split(name, inside)
 
 
 def _split(name: str, text: str) -> dict[str, object]:
-    """Options written as "window=2,layers=0,2,4,schedule=(adaptive:memory=32)"."""
+    """Options without the drafter's name."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

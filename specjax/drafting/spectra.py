@@ -13,11 +13,15 @@ The paper leaves these choices open:
 - N-grams of the text are kept like the window's, and the oldest are dropped first.
 - The backward guess may exceed N - 1 tokens, unlike the paper's: a text that repeats itself then
   gains that many more tokens at once.
+- The budget is one of tokens, of which guesses share those that they have in common.
+
+`Spectra.paper` decides these as the paper does, where it says how.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +33,8 @@ from specjax.drafting.window import MATCHES, WindowDrafter, WindowState
 from specjax.speculation.sampling import greedy
 from specjax.speculation.state import DecodeState, Verified
 
+Budget = Literal["tokens", "guesses"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +43,10 @@ class Spectra(WindowDrafter):
 
     ngram: N, tokens per n-gram, at least 2; a forward guess has up to N - 1.
     window: W, candidates, which are part of every pass.
-    guesses: G; a round's guesses have up to G · (N - 1) tokens, shared tokens counted once.
+    guesses: G, the budget of a round.
+    budget: what G limits. "tokens": guesses have up to G · (N - 1) tokens, shared tokens counted
+        once, and the backward guess comes first. "guesses": there are up to G guesses, the forward
+        ones first (the paper, algorithm 1).
     backward_length: the most tokens of the backward guess (the paper: N - 1).
     refine: τ in 0 … 1, how often a candidate continues with the most probable token that does not
         begin an n-gram yet, instead of the most probable one.
@@ -60,6 +69,7 @@ class Spectra(WindowDrafter):
     backward: bool = jax.tree.static(default=True)
     parts: bool = jax.tree.static(default=True)
     backward_length: int = jax.tree.static(default=10)
+    budget: Budget = jax.tree.static(default="tokens")
     seed: int = jax.tree.static(default=0)
 
     def __post_init__(self) -> None:
@@ -68,26 +78,52 @@ class Spectra(WindowDrafter):
             raise ValueError(f"refine must be in 0 … 1, got {self.refine!r}")
         if check_integer("backward_length", self.backward_length) < 1:
             raise ValueError(f"backward_length must be at least 1, got {self.backward_length}")
+        if self.budget not in get_args(Budget):
+            raise ValueError(f"budget must be tokens or guesses, got {self.budget!r}")
         for name in ("forward", "backward", "parts"):
             check_flag(name, getattr(self, name))
         if not (self.forward or self.backward):
             raise ValueError("forward and backward are both False: nothing is left to guess from")
 
+    @classmethod
+    def paper(cls, **options: Any) -> Spectra:
+        """SPECTRA-CORE as the paper has it.
+
+        The dictionaries hold the window's n-grams alone, the backward guess has up to N - 1 tokens,
+        and G limits the guesses.
+
+        Args:
+          options: fields that are to be otherwise.
+
+        Returns:
+          The drafter.
+
+        Raises:
+          ValueError: a field is out of its range.
+        """
+        ngram = check_integer("ngram", options.get("ngram", 5))
+        own: dict[str, Any] = {
+            "text": False,
+            "backward_length": max(ngram - 1, 1),
+            "budget": "guesses",
+        }
+        return cls(**own | options)
+
     def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        found = []
+        found = self._forward_guesses(table, state)
         if self.backward:
-            found.append(self._backward_guess(table, state))
-        if self.forward:
-            found.append(table.continuations(state.last_tokens, MATCHES * self.guesses))
-        if self.forward and self.parts and self.ngram > 2:
-            found.append(table.continuations(state.last_tokens, self.guesses, inside=True))
+            found.insert(
+                0 if self.budget == "tokens" else len(found), self._backward_guess(table, state)
+            )
         widest = max(sequences.shape[2] for sequences, _ in found)
         padded = [
             jnp.pad(sequences, ((0, 0), (0, 0), (0, widest - sequences.shape[2])))
             for sequences, _ in found
         ]
-        lengths = [each for _, each in found]
-        return jnp.concatenate(padded, axis=1), jnp.concatenate(lengths, axis=1)
+        lengths = jnp.concatenate([each for _, each in found], axis=1)
+        if self.budget == "guesses":
+            lengths = jnp.where(jnp.cumsum(lengths > 0, axis=1) <= self.guesses, lengths, 0)
+        return jnp.concatenate(padded, axis=1), lengths
 
     def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
         likely = super().predict(draft, verified)
@@ -112,6 +148,18 @@ class Spectra(WindowDrafter):
         """Returns uniform numbers, f32[B, W], which depend only on a row's own rounds."""
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), rounds)
         return jax.vmap(lambda key: jax.random.uniform(key, (self.window,)))(keys)
+
+    def _forward_guesses(
+        self, table: NGramTable, state: DecodeState
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Continuations of the last token, as for `guess`: of n-grams that begin with it, then of
+        those that hold it."""
+        found = []
+        if self.forward:
+            found.append(table.continuations(state.last_tokens, MATCHES * self.guesses))
+        if self.forward and self.parts and self.ngram > 2:
+            found.append(table.continuations(state.last_tokens, self.guesses, inside=True))
+        return found
 
     def _backward_guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
         """Makes one guess as long as n-grams continue it: int32[B, 1, backward_length] and

@@ -11,10 +11,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.checks import Check, Whole, check_flag, check_text, printable, shown
 from specjax.files import interruption
@@ -23,7 +23,53 @@ from specjax.files.json_objects import parse
 from specjax.files.outputs import replacing_file
 
 Record = dict[str, Any]
-_HEAD = "specjax_results"
+
+
+class Kind(NamedTuple):
+    """A kind of results.
+
+    command: what makes them, for messages.
+    head: the field that marks a first line.
+    fields: fields of a record, and what they accept.
+    """
+
+    command: str
+    head: str
+    fields: Mapping[str, Check]
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a number of any size that fits into 64 bits."""
+    if not isinstance(value, float):
+        Whole(-(2**62), 2**62)(name, value)
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a list of numbers."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {shown(value)}")
+    for each in value:
+        _check_number(name, each)
+
+
+def _check_verdict(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a verdict, None for an answer that nobody judges."""
+    if value is not None:
+        check_flag(name, value)
+
+
+_COUNT = Whole(0, 2**62)
+_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(("task", "id", "text", "error", "note"), check_text),
+    **dict.fromkeys(("rounds", "drafted", "tested", "accepted", "generated"), _COUNT),
+    "scored": Whole(1, 2**62),
+    "nats": _check_number,
+    **dict.fromkeys(("log_likelihoods", "tokens"), _check_numbers),
+    **dict.fromkeys(("correct", "correct per character"), _check_verdict),
+}
+
+
+EVALUATED = Kind("specjax evaluate", "specjax_results", _FIELDS)
 
 
 class Results:
@@ -34,16 +80,18 @@ class Results:
     Args:
       path: the file; None: memory alone.
       settings: the settings that decide the results, as JSON can hold them.
+      kind: what is kept.
 
     Raises:
       ValueError: another process writes to the file, or it holds anything else, or results of other
         settings.
     """
 
-    def __init__(self, path: Path | None, settings: Record) -> None:
+    def __init__(self, path: Path | None, settings: Record, kind: Kind = EVALUATED) -> None:
         self.records: dict[tuple[str, str], Record] = {}
         self._path = path
-        self._head = {_HEAD: 1, **settings}
+        self._kind = kind
+        self._head = {kind.head: 1, **settings}
         self._descriptor: int | None = None
         self._stack = ExitStack()
         if path is not None:
@@ -109,11 +157,10 @@ class Results:
     def _take_up(self, path: Path) -> None:
         """Reads the records of an earlier run, and cuts off a torn last line."""
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = _whole_lines(data)
         if not whole and not _line(self._head).startswith(data):
-            raise ValueError(f"{path} does not hold results of specjax evaluate: give another file")
-        for number, line in enumerate(whole.splitlines(), start=1):
-            record = _parsed(path, number, line)
+            raise _not_results(path, self._kind)
+        for number, record in _records(path, whole, self._kind):
             if number == 1:
                 self._check_head(path, record)
             else:
@@ -153,50 +200,47 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def _parsed(path: Path, number: int, line: bytes) -> Record:
+def read_results(path: Path, kind: Kind) -> tuple[Record, list[Record]]:
+    """The settings and the records in a file, whose run may not have ended.
+
+    Raises ValueError if the file holds anything else.
+    """
+    whole = _whole_lines(path.read_bytes())
+    if not whole:
+        raise _not_results(path, kind)
+    (_, settings), *found = _records(path, whole, kind)
+    records = {(record["task"], record["id"]): record for _, record in found}  # the last counts
+    return settings, list(records.values())
+
+
+def _whole_lines(data: bytes) -> bytes:
+    """A file's contents without a torn last line."""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _records(path: Path, lines: bytes, kind: Kind) -> Iterator[tuple[int, Record]]:
+    """The first line and the records, with the numbers of their lines."""
+    for number, line in enumerate(lines.splitlines(), start=1):
+        yield number, _parsed(path, number, line, kind)
+
+
+def _parsed(path: Path, number: int, line: bytes, kind: Kind) -> Record:
     """The first line, or the record of an item."""
     place = f"line {number} of {path}"
     try:
         record = parse(line, place)
     except ValueError:
         record = None
-    needed = (_HEAD,) if number == 1 else ("task", "id")
+    needed = (kind.head,) if number == 1 else ("task", "id")
     if not isinstance(record, dict) or not all(name in record for name in needed):
-        raise ValueError(f"{place} is not a result of specjax evaluate: give another file")
-    for name in {*_FIELDS} & {*record} if number > 1 else ():
-        _FIELDS[name](f"{name} in {place}", record[name])
+        raise _not_results(place, kind)
+    for name in {*kind.fields} & {*record} if number > 1 else ():
+        kind.fields[name](f"{name} in {place}", record[name])
     return record
 
 
-def _check_number(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a number of any size that fits into 64 bits."""
-    if not isinstance(value, float):
-        Whole(-(2**62), 2**62)(name, value)
-
-
-def _check_numbers(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a list of numbers."""
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, got {shown(value)}")
-    for each in value:
-        _check_number(name, each)
-
-
-def _check_verdict(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a verdict, None for an answer that nobody judges."""
-    if value is not None:
-        check_flag(name, value)
-
-
-_COUNT = Whole(0, 2**62)
-_FIELDS: dict[str, Check] = {  # of a record, and what they accept
-    **dict.fromkeys(("task", "id", "text", "error", "note"), check_text),
-    **dict.fromkeys(("rounds", "drafted", "tested", "accepted", "generated"), _COUNT),
-    "scored": Whole(1, 2**62),
-    "nats": _check_number,
-    **dict.fromkeys(("log_likelihoods", "tokens"), _check_numbers),
-    **dict.fromkeys(("correct", "correct per character"), _check_verdict),
-}
+def _not_results(place: object, kind: Kind) -> ValueError:
+    return ValueError(f"{place} does not hold results of {kind.command}: give another file")
 
 
 def _line(record: Record) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 from specjax.drafting import Autoregressive, QSpec
 from specjax.evaluation.task_sets import TaskProgress, TaskResult, evaluate
 from specjax.evaluation.tasks import TASKS
+from specjax.files.markdown import markdown_table
 from specjax.generation.text import Tokenizer
 from specjax.model.params import Params
 
@@ -70,8 +71,8 @@ def fidelity_rows(
       drafter: the drafter of the line "QSpec"; default QSpec(activation="a4"), the paper's.
       out: a folder for the files of results, one per line of the table.
       progress: called with the method and its progress after every item.
-      options: the other options of `evaluate`: rows, limit, shots, max_new_tokens, cache_bits,
-        chat, unsafe.
+      options: the other options of `evaluate`: rows, limit, sample_seed, shots, max_new_tokens,
+        cache_bits, chat, unsafe.
 
     Yields:
       Each line as soon as it is measured.
@@ -104,14 +105,13 @@ def fidelity_rows(
 def format_table(rows: Sequence[Row]) -> str:
     """The table in Markdown: every task's first metric, and its relative distance from W4A16's."""
     tasks = [result.task for result in rows[0].results]
-    lines: list[list[str]] = [["model", "method", *tasks, "answers that differ"]]
-    lines.append(["---"] * len(lines[0]))
+    lines = []
     for row in rows:
         cells = map(_cell, row.results, row.plain)
         same = row.compared
         differing = "" if row.results is row.plain else f"{same.count(False)} of {len(same)}"
         lines.append([row.scheme, row.method, *cells, differing])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(("model", "method", *tasks, "answers that differ"), lines)
 
 
 def _cell(result: TaskResult, reference: TaskResult) -> str:

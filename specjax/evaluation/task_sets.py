@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pallas_kernels.activations import Activation, check_activation
-from specjax.checks import check_integer
+from specjax.checks import check_integer, check_seed
 from specjax.drafting import Auto, Autoregressive, Drafter
 from specjax.evaluation.digests import digest
 from specjax.evaluation.runs import Record, Results
+from specjax.evaluation.samples import sample
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Identified, Setup, Task
 from specjax.generation.text import ChatTokenizer, Tokenizer
@@ -77,6 +78,7 @@ def evaluate(
     drafter: Drafter | None = None,
     rows: int = 8,
     limit: int | None = None,
+    sample_seed: int | None = None,
     shots: int | None = None,
     max_new_tokens: int | None = None,
     activation: Activation = "a16",
@@ -96,7 +98,8 @@ def evaluate(
       drafter: how written answers are drafted; default Auto().
       rows: prompts that are decoded at a time, and texts per pass; under a mesh a multiple of its
         data axis.
-      limit: use the first items of each task alone (the first windows of a text); None: all.
+      limit: use so many items of each task alone (windows of a text); None: all.
+      sample_seed: decides which; None: the first ones.
       shots: worked examples before the questions of tasks that have them; None: the tasks' own
         numbers.
       max_new_tokens: most tokens per answer; None: the tasks' own numbers.
@@ -127,6 +130,8 @@ def evaluate(
     for name, value in (("rows", rows), ("limit", limit), ("max_new_tokens", max_new_tokens)):
         if value is not None and check_integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if sample_seed is not None:
+        check_seed("sample_seed", sample_seed)
     chosen = _find(tasks)
     if drafter is None:
         drafter = Auto() if activation == "a16" else Autoregressive()
@@ -136,12 +141,16 @@ def evaluate(
     )  # fmt: skip
     for task in chosen:
         task.check(setup)
-    entries = {task.name: task.entries(setup, Path(data), shots)[:limit] for task in chosen}
+    entries = {
+        task.name: sample(task.entries(setup, Path(data), shots), limit, sample_seed)
+        for task in chosen
+    }
     settings: Record = {}
     if out is not None:  # the digest of a model reads all of it
         data_digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:12]
         settings = {
             "tasks": [task.name for task in chosen], "limit": limit, "shots": shots,
+            **({} if sample_seed is None else {"sample_seed": sample_seed}),
             "max_new_tokens": max_new_tokens, "activation": activation, "cache_bits": cache_bits,
             "chat": chat, "drafter": f"{type(drafter).__name__} {digest(drafter)}",
             "model": digest(params), "data": data_digest,

@@ -22,5 +22,9 @@ def machine() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     fields = (line.partition(":") for line in lines if line.startswith(_TOLD))
     told = {name.strip(): value.strip() for name, _, value in fields}  # the last core's
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{kind} {platform.machine()} {' '.join(told.values())} {cores}"
+    return f"{kind} {platform.machine()} {' '.join(told.values())} {cores()}"
+
+
+def cores() -> int | None:
+    """The number of processor cores at hand; None if the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,7 +1,7 @@
 """Commands that write, killed while they write and interrupted at any time: nothing is lost.
 
 A killed command leaves what was there before, or all that is new. The same command, started again,
-ends with what it would have written at once, and leaves nothing else.
+ends with what it would have written at once, measured times aside, and leaves nothing else.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ COMMANDS = {
     "datastore": "datastore build {inputs}/corpus.txt out --keep 40 --length 16 --rows 2",
     "evaluate": f"evaluate mbpp piqa --out out {SHARED}",
     "table": f"evaluate table piqa --models A=tiny --out out {SHARED}",
+    "bench": "bench --drafters prompt-lookup:draft_length=2 --limit 1 --turns 1 --max-new-tokens 4 "
+    "--prompts {inputs}/corpus.txt again={inputs}/corpus.txt --out out",
     "perplexity": "evaluate perplexity {inputs}/corpus.txt --max-tokens 600 --window 64 --json out",
     "memory": "plan memory --json out",
     "layers": "plan layers {inputs}/corpus.txt --sequences 1 --length 32 --json out",
     "train": "--data {inputs} --out run --steps 20 --rows 2 --save-every 5",
 }
-LINES = ("evaluate", "table")  # their outputs grow line by line
+LINES = ("evaluate", "table", "bench")  # their outputs grow line by line
 GROWING = ("train", *LINES)  # what they leave may be less than the whole
 ADDING = ("export", "generate")  # they replace nothing, or add to what is there
 CASES = [

@@ -47,6 +47,7 @@ NAMED: dict[tuple[str, str], tuple[str, object]] = {
     ("prompt-lookup", "shortest"): ("2", 2),
     ("lookahead", "capacity"): ("96", 96),
     ("spectra", "capacity"): ("96", 96),
+    ("spectra", "budget"): ("guesses", "guesses"),
     ("combined", "first"): ("lookahead:window=2", specjax.Lookahead(window=2)),
     ("combined", "second"): ("prompt-lookup", specjax.PromptLookup()),
     ("multi-level", "outer"): ("qspec:activation=a4", specjax.QSpec(activation="a4")),
@@ -66,6 +67,14 @@ def test_every_drafter_has_a_name(name: str) -> None:
     assert type(drafter) is DRAFTERS[name] and isinstance(drafter, specjax.Drafter)
     again = type(drafter)(**REQUIRED.get(name, {}))
     assert jax.tree.structure(drafter) == jax.tree.structure(again)
+
+
+def test_a_preset_has_its_own_defaults() -> None:
+    paper = specjax.Spectra.paper(window=7)
+    assert make("spectra-paper:window=7") == paper != make("spectra:window=7")
+    assert options("spectra-paper")["text"].default is False
+    assert options("spectra-paper").keys() == options("spectra").keys()
+    assert make("spectra-paper", ngram="3").backward_length == 2
 
 
 def test_every_public_drafter_has_a_name() -> None:

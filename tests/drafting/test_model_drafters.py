@@ -15,6 +15,7 @@ from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel
 from specjax.generation.decoding import start
 from specjax.model.layers import Linear
 from specjax.speculation.rounds import step
+from tests.support import small_tokenizers
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
@@ -123,6 +124,37 @@ def test_a_drafter_that_is_always_wrong_costs_rounds_and_nothing_else(plain) -> 
     assert (result.stats.rounds == NEW).all() and (result.stats.accepted == 0).all()
     (level,) = result.levels
     assert (level.accepted == 0).all() and (level.rounds == 3 * result.stats.rounds).all()
+
+
+@pytest.mark.parametrize(
+    ("skipped", "layers"),
+    [("first half", (2, 3, 4)), ("last half", (0, 1)), ("alternate", (1, 3))],
+)
+def test_layers_that_need_no_search(skipped: str, layers: tuple[int, ...]) -> None:
+    five = random_model(dataclasses.replace(CONFIG, num_layers=5))
+    drafter = LayerSkip.skipping(five, skipped, draft_length=2)
+    assert drafter == LayerSkip(layers, draft_length=2)
+    drafter.validate(five, 100)
+
+
+def test_layers_that_cannot_be_skipped() -> None:
+    message = "skipped must be one of first half, last half, alternate, got 'even'"
+    with pytest.raises(ValueError, match=message):
+        LayerSkip.skipping(TARGET, "even")
+    one = random_model(dataclasses.replace(CONFIG, num_layers=1))
+    with pytest.raises(ValueError, match=r"layers must be rising layer numbers, at least one"):
+        LayerSkip.skipping(one, "alternate")
+
+
+def test_ml_specqds_settings() -> None:
+    outer, inner = DraftModel(MXFP4, share_cache=True), DraftModel(OTHER, 2)
+    papers = MultiLevel.paper(outer, inner)
+    assert (papers.outer.draft_length, papers.outer.share_cache) == (8, True)
+    assert (papers.inner.draft_length, papers.inner.confidence) == (8, 0.4)
+    translated = specjax.TranslatedDraft(OTHER, small_tokenizers.OTHER, small_tokenizers.TINY)
+    assert MultiLevel.paper(outer, translated).inner.confidence == 0.65
+    with pytest.raises(ValueError, match="inner must draft with a model, got NGram"):
+        MultiLevel.paper(outer, specjax.NGram())
 
 
 def test_a_shared_cache_adds_no_bytes() -> None:

@@ -31,6 +31,8 @@ CASES = {
     "no backward dictionary": Spectra(**SMALL, backward=False),
     "no sub-n-grams": Spectra(**SMALL, parts=False),
     "no text": Spectra(**SMALL, refine=1, text=False),
+    "the paper's": Spectra.paper(**SMALL),
+    "as many guesses of text": Spectra(**SMALL, budget="guesses"),
 }
 
 
@@ -44,7 +46,7 @@ def _model(drafter: Lookahead | Spectra, window: list[int]) -> Window:
     return Window(
         *common, matches=4 * drafter.guesses, refine=drafter.refine, text=drafter.text,
         forward=drafter.forward, backward=drafter.backward * drafter.backward_length,
-        parts=drafter.parts,
+        parts=drafter.parts, counted=drafter.budget == "guesses",
     )  # fmt: skip
 
 
@@ -55,7 +57,9 @@ def _verified(logits: jax.Array, count: jax.Array) -> Verified:
     return Verified(**rest | {"logits": logits, "choices": choices, "count": count})
 
 
-@pytest.mark.parametrize("name", representatives(CASES, "lookahead", "spectra", "no text"))
+@pytest.mark.parametrize(
+    "name", representatives(CASES, "lookahead", "spectra", "no text", "the paper's")
+)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_every_proposal_is_the_plain_programs(name: str, seed: int) -> None:
@@ -129,6 +133,16 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
     assert held == 4 * (4 * 8192 * 6 + 4 * 15 * 4 + 3 * 4)
 
 
+def test_the_papers_choices() -> None:
+    ours, papers = dataclasses.asdict(Spectra()), dataclasses.asdict(Spectra.paper())
+    differing = {name: value for name, value in papers.items() if value != ours[name]}
+    assert differing == {"text": False, "backward_length": 4, "budget": "guesses"}
+    assert Spectra.paper(ngram=3).backward_length == 2
+    assert Spectra.paper(backward_length=7, guesses=4) == Spectra(
+        text=False, backward_length=7, budget="guesses", guesses=4
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -139,6 +153,9 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
         (lambda: Spectra(refine=1.5), "refine must be in 0 … 1, got 1.5"),
         (lambda: Spectra(forward=False, backward=False), "nothing is left to guess from"),
         (lambda: Spectra(backward_length=0), "backward_length must be at least 1, got 0"),
+        (lambda: Spectra(budget="all"), "budget must be tokens or guesses, got 'all'"),
+        (lambda: Spectra.paper(ngram=1), "ngram must be at least 2, got 1"),
+        (lambda: Spectra.paper(ngram="5"), "ngram must be an integer, got '5'"),
         (lambda: Spectra(seed=0.5), "seed must be an integer, got 0.5"),
     ],
 )

@@ -19,6 +19,7 @@ import specjax
 from specjax.cli import main
 from specjax.evaluation import evaluate, perplexity
 from specjax.evaluation.runs import Results
+from specjax.evaluation.samples import sample
 from specjax.evaluation.scoring import score_tokens
 from specjax.evaluation.table import fidelity_rows, format_table
 from specjax.evaluation.tasks import TASKS as TASKS_BY_NAME
@@ -230,6 +231,17 @@ def test_a_torn_file(tmp_path) -> None:
         assert torn.read_bytes() == data
 
 
+def test_a_seed_decides_the_items(folder) -> None:
+    (every,), (chosen,) = (_evaluate(folder, ["piqa"], limit=limit, sample_seed=42)
+                           for limit in (None, 2))  # fmt: skip
+    expected = sample([record["id"] for record in every.records], 2, 42)
+    assert [record["id"] for record in chosen.records] == expected != ["1", "2"]
+    out = folder / "sampled.jsonl"
+    _evaluate(folder, ["piqa"], limit=2, sample_seed=42, out=out)
+    with pytest.raises(ValueError, match="with sample_seed 42; this one has 7"):
+        _evaluate(folder, ["piqa"], limit=2, sample_seed=7, out=out)
+
+
 def test_files_that_are_refused(folder) -> None:
     out = folder / "out.jsonl"
     _evaluate(folder, ["piqa"], out=out)
@@ -270,6 +282,7 @@ def test_files_that_are_refused(folder) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"sample_seed": -1}, "sample_seed must be an integer from 0 to 4294967295, got -1"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; the tasks are gsm8k, math"),
         ({"tasks": ["piqa", "piqa"]}, "'piqa' twice"),
         ({"tasks": []}, "tasks must be a list of names"),

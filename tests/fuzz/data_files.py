@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from specjax.commands.files import read_prompts
+from specjax.bench.cells import MEASURED, Cell, read_cells
+from specjax.bench.table import format_cells
+from specjax.commands.prompts import read_prompts
 from specjax.drafting.datastore import Datastore
 from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.evaluation.runs import Results
@@ -44,6 +47,28 @@ def results(folder: Path) -> Reader:
                     TASKS[name].counts([record])
                     if "error" not in record:
                         TASKS[name].metrics([record])
+
+    changed = changed_json(lines).map(_as_lines)
+    return reads(file, read), st.one_of(changed, changed_bytes(data))
+
+
+def benchmark(folder: Path) -> Reader:
+    cell = Cell(
+        model="m", texts="one", rows=1, drafter="qspec", draft_length=2, prompts=2, identical=2,
+        ratios=(1.5, 0.5), seconds=2.0, rounds=10, drafted=20, tested=16, accepted=10,
+        generated=20, tested_at=(10, 6), kept_at=(6, 4), draft_seconds=0.5, verify_seconds=1.5,
+        target_bytes=100, draft_bytes=10, state_bytes=5,
+    )  # fmt: skip
+    other = dataclasses.replace(cell, texts="two")
+    file = folder / "cells.jsonl"
+    with Results(file, {"max_new_tokens": 64, "processor": "P"}, MEASURED) as found:
+        for each in (cell, other):
+            found.add(each.record())
+    data = file.read_bytes()
+    lines = [json.loads(line) for line in data.splitlines()]
+
+    def read() -> None:
+        assert format_cells([read_cells(file)]).replace("\n", "").isprintable()
 
     changed = changed_json(lines).map(_as_lines)
     return reads(file, read), st.one_of(changed, changed_bytes(data))
@@ -98,11 +123,17 @@ def prompts(folder: Path) -> Reader:
         file.write_bytes(case[1])
         read_prompts(file)
 
-    json_lines = changed_json([{"prompt": "a"}, {"text": "b", "question": 1}]).map(_as_lines)
+    objects = [
+        {"prompt": "a"}, {"text": "b", "question": 1}, {"turns": ["a", "b"]},
+        {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]},
+        {"conversation": [{"role": "user", "content": "a"}]},
+    ]  # fmt: skip
+    json_lines = changed_json(objects).map(_as_lines)
     plain = st.one_of(json_lines, changed_bytes(lines))
     packed = st.one_of(plain.map(gzip.compress), changed_bytes(gzip.compress(lines)))
     return read, st.one_of(
         st.tuples(st.sampled_from(("a.jsonl", "a.txt")), plain),
+        st.tuples(st.just("a.json"), changed_json(objects)),
         st.tuples(st.sampled_from(("a.jsonl.gz", "a.gz")), packed),
     )
 
@@ -136,6 +167,7 @@ def task_files(folder: Path) -> Reader:
 
 READERS = (
     results,
+    benchmark,
     datastore,
     suffix_memory,
     prompts,

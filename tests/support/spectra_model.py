@@ -97,17 +97,19 @@ def most_frequent(text: list[int], draft_length: int, n: int) -> list[int]:
 class Window:
     """Lookahead and SPECTRA-CORE for one row: proposals, and updates after a pass.
 
-    Options are the drafter's fields. backward: the largest number of tokens in that guess.
+    Options are the drafter's fields. backward: the largest number of tokens in that guess. counted:
+    the budget is one of guesses, not of tokens.
     Lookahead is SPECTRA without parts, backward and refine, with as many n-grams as guesses.
     """
 
     def __init__(
         self, window: list[int], ngram: int, guesses: int, capacity: int, *, matches: int,
         refine: float, text: bool, forward: bool, backward: int, parts: bool,
+        counted: bool = False,
     ) -> None:  # fmt: skip
         self.ngram, self.matches, self.refine = ngram, matches, refine
         self.forward, self.backward, self.text = forward, backward, text
-        self.guesses, self.budget = guesses, guesses * (ngram - 1)
+        self.guesses, self.budget, self.counted = guesses, guesses * (ngram - 1), counted
         columns = len(window) // (ngram - 1)
         self.columns = [window[column::columns] for column in range(columns)]
         self.ngrams = NGrams(ngram, capacity, parts)
@@ -159,16 +161,20 @@ class Window:
 
     def _guesses(self, text: list[int]) -> list[NGram]:
         guesses: list[NGram] = []
-        if self.backward:
-            guess: list[int] = []
-            while len(guess) < self.backward:
-                token = self.ngrams.next_token(text + guess)
-                if token is None:
-                    break
-                guess.append(token)
-            guesses.append(tuple(guess))
         if self.forward:
             guesses += self.ngrams.forward(inside=False)[text[-1]][: self.matches]
         if self.forward and self.ngrams.parts:
             guesses += self.ngrams.forward(inside=True)[text[-1]][: self.guesses]
-        return guesses
+        backward = self._backward_guess(text)
+        if self.counted:
+            return [each for each in (*guesses, backward) if each][: self.guesses]
+        return [backward, *guesses]
+
+    def _backward_guess(self, text: list[int]) -> NGram:
+        guess: list[int] = []
+        while len(guess) < self.backward:
+            token = self.ngrams.next_token(text + guess)
+            if token is None:
+                break
+            guess.append(token)
+        return tuple(guess)
