@@ -144,12 +144,14 @@ def start(
 
 def start_request(
     params: Params, request: Request, prompt: Prompt, key: jax.Array | None = None
-) -> DecodeState:
-    """`start` with its options already made into a request, and with buffers of a bucket."""
-    rows = prompt_rows(params, request, prompt, None, key)
-    args = (params, *bucketed(params, request, rows))
-    after: DecodeState = kept(_start, *args)(*args)
-    return after
+) -> tuple[Drafter, DecodeState]:
+    """`start` with its options already made into a request, and with buffers of a bucket.
+
+    Returns the drafter as it decodes, which the rounds must be given, and the state.
+    """
+    wide, rows = bucketed(params, request, prompt_rows(params, request, prompt, None, key))
+    state: DecodeState = kept(_start, params, wide, rows)(params, wide, rows)
+    return wide.drafter, state
 
 
 @jax.jit

@@ -95,8 +95,8 @@ def stream(
         constrained=constraint is not None,
     )  # fmt: skip
     (guide,) = open_guides(params, request, constraint, 1)
-    state = start_request(params, request, check_ids(prompt), key)
-    return _stream_one(params, request, state, guide)
+    drafter, state = start_request(params, request, check_ids(prompt), key)
+    return _stream_one(params, dataclasses.replace(request, drafter=drafter), state, guide)
 
 
 def stream_many(

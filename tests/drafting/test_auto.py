@@ -77,6 +77,28 @@ def test_a_batch_that_drafts_nothing_looks_at_every_fourth_round() -> None:
     assert [place for place in range(16, 26) if looked[place]] == [16, 20, 24]
 
 
+@pytest.mark.parametrize("dear", [True, False])
+def test_every_door_drafts_by_the_measured_costs(
+    monkeypatch: pytest.MonkeyPatch, dear: bool
+) -> None:
+    """Streams too, whose rounds are programs of their own."""
+    auto = CHOICES["nothing" if dear else "text"]
+    monkeypatch.setattr("specjax.generation.request.settled", lambda *_: auto)
+    prompt = REPEATED[0].tolist()
+
+    def drafts(each: specjax.Round) -> int:
+        return len(each.accepted) + len(each.rejected)
+
+    options = {"max_new_tokens": NEW, "stop_tokens": ()}
+    drafted = [
+        sum(map(drafts, specjax.stream(PARAMS, prompt, **options))),
+        sum(drafts(each) for _, each in specjax.stream_many(PARAMS, [prompt], **options)),
+        int(specjax.decode_many(PARAMS, [prompt], rows=1, **options)[0].stats.drafted),
+        int(specjax.decode(PARAMS, prompt, **options).stats.drafted.sum()),
+    ]
+    assert [count == 0 for count in drafted] == [dear] * 4
+
+
 def test_a_draft_ends_the_pause() -> None:
     state = start(PARAMS, REPEATED, drafter=CHOICES["text"], max_new_tokens=4)
     idle = jnp.full_like(state.draft.idle, 400)
