@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import openai
@@ -34,14 +35,25 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def live(params: specjax.Params, tokenizer: Tokenizer) -> Iterator[Live]:
-    plan = Plan(rows=4, context=256, queue=40, prefix_bytes=2**22, logprobs=5)
-    with live_server(
-        params, tokenizer, plan=plan, drafter=specjax.PromptLookup(draft_length=3)
-    ) as live:
+    with usual_server(params, tokenizer) as live:
         yield live
 
 
 @pytest.fixture(scope="session")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+    with client_of(live) as client:
         yield client
+
+
+def usual_server(
+    params: specjax.Params, tokenizer: Tokenizer
+) -> contextlib.AbstractContextManager[Live]:
+    """A server of the tests' plan; a second one finds its programs compiled."""
+    plan = Plan(rows=4, context=256, queue=40, prefix_bytes=2**22, logprobs=5)
+    drafter = specjax.PromptLookup(draft_length=3)
+    return live_server(params, tokenizer, plan=plan, drafter=drafter)
+
+
+def client_of(live: Live) -> openai.OpenAI:
+    """The official client of a server."""
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)

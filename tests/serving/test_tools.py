@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import jsonschema
+import openai
 import pytest
 
 from checkpoints_tools.chat.template import ChatTemplate
 from checkpoints_tools.tokenizer import Tokenizer
 from specjax.serving.requests import ChatRequest
 from specjax.serving.tools import Call, CallStream, split_calls, writes_calls
-from tests.serving.conftest import TEMPLATE
+from tests.serving.conftest import TEMPLATE, client_of, usual_server
+from tests.support.live_server import Live
 
 HERMES = (
     "{% if tools %}Call one so: <tool_call>\n"
@@ -41,9 +44,21 @@ TWO = '<tool_call>{"arguments": {"b": "</tool_call>"}, "name": "g"}</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer) -> Tokenizer:
+def told(tokenizer) -> Tokenizer:
     """The tests' tokenizer with a template that tells of calls."""
     return Tokenizer(tokenizer._backend, None, ChatTemplate(HERMES, {}, "a template with calls"))
+
+
+@pytest.fixture(scope="module")
+def live(params, told) -> Iterator[Live]:
+    with usual_server(params, told) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def client(live) -> Iterator[openai.OpenAI]:
+    with client_of(live) as client:
+        yield client
 
 
 @pytest.mark.parametrize(
@@ -93,8 +108,8 @@ def test_a_stream_shows_what_the_whole_text_has(text, size) -> None:
     assert (shown + rest, calls) == split_calls(text, NAMES)
 
 
-def test_a_templates_form_is_known_or_not(tokenizer) -> None:
-    assert writes_calls(tokenizer)
+def test_a_templates_form_is_known_or_not(tokenizer, told) -> None:
+    assert writes_calls(told) and not writes_calls(tokenizer)
     others = TEMPLATE, "{{ tools }}" + TEMPLATE, "<tool_call><function=x>{{ tools }}" + TEMPLATE
     for text in others:
         other = Tokenizer(tokenizer._backend, None, ChatTemplate(text, {}, "another"))
@@ -147,7 +162,7 @@ def test_a_model_that_need_not_call_answers_in_text(client) -> None:
     assert shown == answer.message.content
 
 
-def test_a_call_and_its_result_go_back_into_the_conversation(tokenizer, client) -> None:
+def test_a_call_and_its_result_go_back_into_the_conversation(told, client) -> None:
     call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     messages: list[Any] = [
         *ASKED,
@@ -156,7 +171,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(tokenizer, client) 
         {"role": "tool", "tool_call_id": "call_1", "content": "12 degrees"},
     ]  # fmt: skip
     asked = ChatRequest(model="tiny", messages=messages)
-    text = tokenizer.chat(asked.conversation())
+    text = told.chat(asked.conversation())
     assert "assistant: <tool_call>Oslo</tool_call>\ntool: 12 degrees\n" in text
     options: dict[str, Any] = {"model": "tiny", "max_tokens": 2}
     assert client.chat.completions.create(messages=messages, **options).choices
