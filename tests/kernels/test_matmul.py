@@ -83,7 +83,7 @@ def reads_integers(implementation: str, weight: Weight, x: jax.Array | np.ndarra
     """Whether "a16" reads x as integers of 16 bits."""
     if x.dtype != jnp.bfloat16 or not isinstance(weight, Rounded):
         return False
-    floats = ("reference", "avx512_bf16", "amx")  # of codes of 4 bits
+    floats = ("reference", "avx512_bf16", "avx512_amx")  # of codes of 4 bits
     return isinstance(weight, Int8Weight | NestedInt8Weight) or implementation not in floats
 
 
@@ -304,7 +304,7 @@ class TestCpu:
     @pytest.mark.parametrize("name", ["int4-64", "int4-32-zeros", "int4-32-minima", "mxfp4"])
     def test_without_products_of_bfloat16_codes_are_multiplied_as_integers(self, name: str) -> None:
         # The same bits on every such processor.
-        sets = [each for each in FUSED if each not in ("avx512_bf16", "amx")]
+        sets = [each for each in FUSED if each not in ("avx512_bf16", "avx512_amx")]
         for stored in (random_weights(70, 300)[name], interleave(random_weights(70, 300)[name])):
             for m in (1, 9, 40):
                 x = random_rows(m, 300)

@@ -1,4 +1,4 @@
-"""A live server that the tests of this folder share."""
+"""A live server that the tests of a file share."""
 
 from __future__ import annotations
 
@@ -17,29 +17,24 @@ from tests.support.live_server import Live, live_server
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def forget_compiled_programs() -> None:
-    """Keeps the server's programs from file to file."""
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def params() -> specjax.Params:
     return specjax.load("tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     backend = specjax.load_tokenizer("tiny")._backend
     return Tokenizer(backend, None, ChatTemplate(TEMPLATE, {}, "the tests' template"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def live(params: specjax.Params, tokenizer: Tokenizer) -> Iterator[Live]:
     with usual_server(params, tokenizer) as live:
         yield live
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
     with client_of(live) as client:
         yield client

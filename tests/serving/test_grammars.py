@@ -76,6 +76,7 @@ def test_answers_keep_to_their_schemas_in_company(params, tokenizer, client, mor
     assert "stop" in [choice.finish_reason for choice in found[: len(CHOSEN)]]
 
 
+@pytest.mark.exhaustive
 def test_an_answer_that_is_cut_says_so(client) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=1, response_format={"type": "json_object"}

@@ -117,6 +117,7 @@ def test_a_templates_form_is_known_or_not(tokenizer, told) -> None:
     assert not writes_calls(Tokenizer(tokenizer._backend, None, None))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str
 )
@@ -139,6 +140,7 @@ def test_an_answer_calls_a_tool_that_it_must_call(client, choice) -> None:
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
 
+@pytest.mark.exhaustive
 def test_a_call_that_is_cut_stays_text(client) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=ASKED, tools=TOOLS, tool_choice="required", max_tokens=12
@@ -147,6 +149,7 @@ def test_a_call_that_is_cut_stays_text(client) -> None:
     assert answer.message.content.startswith("<tool_call>")
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_need_not_call_answers_in_text(client) -> None:
     options: dict[str, Any] = {
         "model": "tiny",
@@ -162,6 +165,7 @@ def test_a_model_that_need_not_call_answers_in_text(client) -> None:
     assert shown == answer.message.content
 
 
+@pytest.mark.exhaustive
 def test_a_call_and_its_result_go_back_into_the_conversation(told, client) -> None:
     call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     messages: list[Any] = [
@@ -177,6 +181,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(told, client) -> No
     assert client.chat.completions.create(messages=messages, **options).choices
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("change", "message"),
     [
