@@ -181,6 +181,7 @@ FIVE = letters("b e a ab c", (("a", "b"),))
 LARGE = letters(" ".join(map(chr, range(0x4E00, 0x4E00 + 5000))))
 
 
+@pytest.mark.exhaustive
 def test_samples_have_the_targets_distribution() -> None:
     """Three letters, all 64 outcomes. The draft lacks d, and has tokens that the target lacks."""
     target = random_model(dataclasses.replace(SMALL, vocab_size=4))

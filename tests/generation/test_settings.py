@@ -38,7 +38,7 @@ DRAFTERS = {
 }
 EVERYTHING = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 SAMPLINGS = pytest.mark.parametrize(
-    "sampling", representatives([None, EVERYTHING], EVERYTHING), ids=["greedy", "sampled"]
+    "sampling", representatives([None, EVERYTHING], None), ids=["greedy", "sampled"]
 )
 
 

@@ -106,6 +106,7 @@ def test_a_thousand_short_responses(live, client, cases) -> None:
     wait_until_free(live)
 
 
+@pytest.mark.exhaustive
 def test_no_request_compiles_anything(live, client, cases) -> None:
     compiled: list[str] = []
 
