@@ -21,8 +21,8 @@ import jsonschema
 
 import specjax
 from benchmarks.support.common import parser, table, text_prompts, write
+from benchmarks.support.schemas import SCHEMAS
 from benchmarks.support.served import clients, served
-from tests.support.schemas import SCHEMAS
 
 KINDS = ("arithmetic", "python", "prose", "chat")
 SAMPLING = {"temperature": 0.9, "top_p": 0.95}

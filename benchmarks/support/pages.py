@@ -268,6 +268,10 @@ SECTIONS = (
     Section("exactness.serving", "*_served", "Outputs under load",
             "Greedy and seeded requests from 1 to 32 clients, some of whom leave, beside "
             "`generate` for each alone. *left*: rows, prompts and files afterwards."),
+    Section("exactness.structured", "*_structured", "Answers that keep to a JSON schema",
+            "A server with drafts, greedy and seeded requests, beside `generate` without drafts. "
+            "*complete*: not cut by the limit of tokens; *invalid*: complete ones that jsonschema "
+            "refuses."),
     Section("speed.instruct_drafters", "smollm2_drafters*", "Drafters of a real instruct model",
             "SmolLM2 answers real prompts, reading included. *speedup*: geometric mean over "
             "prompts, beside plain decoding of the same target, with its 95 % interval. "

@@ -126,9 +126,10 @@ INSTRUCT = {
 }
 HELD = {
     "gguf": "4 bits", "bfloat16": "bfloat16", "bfloat12": "12 bits, exact",
-    "nested16": "nested, exact",
+    "nested16": "nested, exact", "nested8": "8 bits",
 }  # fmt: skip
-DRAFTER = re.compile(r"^(plain|nested), |, (12 bits|16 bits|nested)$")  # the model, in its name
+# The model, in a drafter's name.
+DRAFTER = re.compile(r"^(plain|nested|8 bits), |, (12 bits|16 bits|8 bits|nested)$")
 
 
 def instruct() -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import specjax
+from benchmarks.support.schemas import SCHEMAS
 from specjax import Constraint
 from specjax.generation.guided import depth_first
 from tests.support.covering import representatives
-from tests.support.schemas import SCHEMAS
 from tests.support.tree_drafter import TreeDrafter
 
 PARAMS = specjax.load("tiny")

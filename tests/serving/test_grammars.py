@@ -13,13 +13,13 @@ import jsonschema
 import pytest
 
 import specjax
+from benchmarks.support.schemas import SCHEMAS
 from checkpoints_tools.chat.template import ChatTemplate
 from checkpoints_tools.tokenizer import Tokenizer
 from specjax.serving import grammars
 from specjax.serving.requests import ChatRequest
 from tests.serving.conftest import TEMPLATE
 from tests.support.live_server import Live, sampling_of
-from tests.support.schemas import SCHEMAS
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Write of a balloon."}]
 PLAIN = specjax.Autoregressive()
