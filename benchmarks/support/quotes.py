@@ -31,11 +31,12 @@ CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 START, FIGURE, TIMES = r"(?<![\w.,])", r"(\d+(?:\.\d+)?)", r"×(?!\s?\d)|x\b|%"
 UNIT = rf"{TIMES}|times as|tokens per \w+|tokens/s|ms\b|µs\b|s\b|seconds|minutes|[MG]B\b"
 NUMBER = re.compile(
-    rf"{START}(?:{FIGURE}\s({UNIT})|{FIGURE}({TIMES}))(?:\s?<!-- (?P<note>.*?) -->)?", re.DOTALL
+    rf"{START}(?:{FIGURE}\s(?:{UNIT})|{FIGURE}(?:{TIMES}))(?P<note>\s?<!-- not measured -->)?"
 )
+QUOTED = re.compile(rf"{START}{FIGURE}\s?({UNIT})?\s?<!-- (?P<note>[^\s:]+:\s.*?) -->", re.DOTALL)
 UNMEASURED = re.compile(r"^<!-- not measured -->\n+(\|.*\n)+", re.MULTILINE)
 CELL = re.compile(r"^\|.*\| \**\d+\.\d+\** \|.*$", re.MULTILINE)
-SOURCE = re.compile(r"(\S+): (?:(median|min|max|sum) )?(\S+)(?: of (.*))?")
+SOURCE = re.compile(r"(\S+): (?:(median|min|max|sum) )?(.+?)(?: of (.*))?")
 SCALE = {"%": 100.0, "MB": 1e-6, "GB": 1e-9, "minutes": 1 / 60}
 
 
@@ -49,15 +50,15 @@ def unfounded(text: str) -> Iterator[str]:
     text = UNMEASURED.sub("", CODE.sub("", BLOCK.sub("", text)))
     for line in CELL.findall(text):
         yield f"a table of numbers is not generated: {line}"
-    for found in NUMBER.finditer(text):
-        shown, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    for found in QUOTED.finditer(text):
+        shown, unit, note = found.groups()
+        measured = SCALE.get(unit, 1.0) * _quoted(note)
+        digits = len(shown.partition(".")[2])
+        if f"{measured:.{digits}f}" != shown:
+            yield f"{found[0]!r} is {measured}"
+    for found in NUMBER.finditer(QUOTED.sub("", text)):
         if found["note"] is None:
             yield f"{found[0]!r} names no result"
-        elif found["note"] != "not measured":
-            measured = SCALE.get(unit, 1.0) * _quoted(found["note"])
-            digits = len(shown.partition(".")[2])
-            if f"{measured:.{digits}f}" != shown:
-                yield f"{found[0]!r} is {measured}"
 
 
 def _quoted(note: str) -> float:

@@ -25,6 +25,7 @@ def test_every_page_agrees_with_the_results() -> None:
         ("A round takes 12 ms.", "names no result"),
         ("| a | b |\n| - | - |\n| x | 1.83 |\n", "not generated"),
         ("0.91×<!-- epyc/drafters_1: speedup of drafter=QSpec, 4-bit target -->", "is 0.90"),
+        ("0.91<!-- epyc/drafters_1: speedup of drafter=QSpec, 4-bit target -->, say", "is 0.90"),
     ],
 )
 def test_a_number_that_no_result_holds_is_noticed(text: str, complaint: str) -> None:
