@@ -33,7 +33,6 @@ from tests.checkpoints.test_checkpoint import assert_same
 from tests.support.covering import left_out, representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
-pytestmark = pytest.mark.recompiled
 BF16 = dataclasses.replace(CONFIG, dtype="bfloat16", vocab_size=107, intermediate_size=300)
 TIED = dataclasses.replace(BF16, tie_word_embeddings=True)
 METHODS = ("bfloat12", "nested16", "nested16+mxfp4", "nested16+gptq")
@@ -119,6 +118,7 @@ def test_its_bytes() -> None:
     assert weight_bytes(shape, "nested16", group_size=64) < 1.018 * weight_bytes(shape)
 
 
+@pytest.mark.recompiled
 @pytest.mark.parametrize(("drafter", "tied"), representatives(PAIRS, PAIRS[1], PAIRS[6]), ids=repr)
 def test_greedy_output_is_the_plain_models(drafter: specjax.Drafter, tied: bool) -> None:
     options = {"max_new_tokens": NEW, "logprobs": 2}

@@ -28,7 +28,6 @@ from specjax.model.weight_names import is_block_matrix, named_weights
 from tests.checkpoints.test_checkpoint import assert_same
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
-pytestmark = pytest.mark.recompiled
 PROMPTS = random_prompts((9, 4, 13), CONFIG.vocab_size)
 NEW = 24
 
@@ -89,6 +88,7 @@ def test_the_form_of_a_model() -> None:
     assert stored(model()).nbytes == counted
 
 
+@pytest.mark.recompiled
 @pytest.mark.parametrize(
     "drafter",
     [

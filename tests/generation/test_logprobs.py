@@ -21,8 +21,6 @@ from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts
 from tests.support.tree_drafter import TreeDrafter
 
-pytestmark = pytest.mark.recompiled
-
 PARAMS = quantized_model()
 SMALL = random_model(seed=1)
 PROMPTS = random_prompts((3, 12, 7), CONFIG.vocab_size)
@@ -88,6 +86,7 @@ def test_they_are_the_log_softmax(plain) -> None:
     np.testing.assert_allclose(plain.logprobs.top_logprobs, highest, atol=1e-5)
 
 
+@pytest.mark.recompiled
 @pytest.mark.parametrize("name", representatives([*DRAFTERS][1:], "levels", "tree"))
 def test_no_drafter_changes_a_bit(name: str, plain) -> None:
     result = _decode(drafter=DRAFTERS[name])
@@ -116,6 +115,7 @@ def test_they_end_where_a_row_ends(plain) -> None:
     assert result.logprobs.top_tokens.shape == (len(PROMPTS), NEW, 0)
 
 
+@pytest.mark.recompiled
 def test_a_queue_changes_no_bit(plain) -> None:
     many = specjax.decode_many(
         PARAMS, [*PROMPTS, [], PROMPTS[0]], rows=2, max_new_tokens=NEW, stop_tokens=(),

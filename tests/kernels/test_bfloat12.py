@@ -27,7 +27,6 @@ from pallas_kernels.weight_checks import check_arrays
 from pallas_kernels.weight_values import dequantize, plain_values, take_rows
 from tests.support.random_weights import random_bits, random_rows
 
-pytestmark = pytest.mark.recompiled
 SIZES = ((1, 1), (5, 7), (16, 256), (37, 300), (70, 1030), (128, 2048))
 
 
@@ -90,6 +89,7 @@ def test_palettes_hold_the_most_frequent_high_bytes() -> None:
     assert np.asarray(weight.escapes).tolist() == [[300 << 12 | 3 << 8 | 0xAB]]
 
 
+@pytest.mark.recompiled
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.covering(1)
@@ -110,6 +110,7 @@ def _products(x: jax.Array, weights: tuple[Weight, ...], instruction_set: str) -
     return [cpu.matmul(x, (w,), instruction_set=instruction_set)[0] for w in weights]
 
 
+@pytest.mark.recompiled
 def test_the_reference_has_the_bits_of_the_plain_matrix() -> None:
     bits = random_bits(300, 520)
     for m in (1, 9):
@@ -128,6 +129,7 @@ def test_values_that_are_not_finite() -> None:
     assert np.isfinite(np.delete(y, (3, 20, 33), axis=1)).all()
 
 
+@pytest.mark.recompiled
 def test_a_stack_whose_matrices_differ_in_escapes() -> None:
     both = [encoded(random_bits(70, 300, escapes)) for escapes in (0, 0.02)]
     wide = [with_room(weight, max(each.escapes.shape[1] for each in both)) for weight in both]
