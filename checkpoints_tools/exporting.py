@@ -36,7 +36,6 @@ from pallas_kernels.formats import (
     unpack,
 )
 from pallas_kernels.interleave import by_rows
-from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.planes import in_one_plane
 from pallas_kernels.weight_values import plain_values
 from specjax.files.atomic_directory import replacing
@@ -71,11 +70,12 @@ def export(
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists; give a new path")
-    weights = {name: _in_one_plane(weight) for name, weight in named_weights(params).items()}
-    for name, weight in weights.items():
-        _check(name, weight)
+    weights = named_weights(params)
+    forms = {name: jax.eval_shape(_in_one_plane, weight) for name, weight in weights.items()}
+    for name, form in forms.items():
+        _check(name, form)
     fields = write_config(params.config)
-    quantization = _quantization_config(weights)
+    quantization = _quantization_config(forms)
     if quantization is not None:
         fields["quantization_config"] = quantization
     with replacing(target, params.nbytes) as directory:
@@ -86,7 +86,8 @@ def export(
 
 
 def _in_one_plane(weight: Weight) -> Weight:
-    return in_one_plane(by_rows(weight)) if isinstance(weight, NestedInt8Weight) else weight
+    """The weight as it is written: a quantized one row by row, and in one plane."""
+    return in_one_plane(by_rows(weight)) if isinstance(weight, Rounded) else weight
 
 
 def _check(name: str, weight: Weight) -> None:

@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from checkpoints_tools.quantization.rows import over_rows
-from checkpoints_tools.quantization.rtn import WEIGHT_NORM, WEIGHT_RATIOS, grouped, scales_of
+from checkpoints_tools.quantization.rtn import (
+    WEIGHT_NORM,
+    WEIGHT_RATIOS,
+    best_scales,
+    grouped,
+)
 from pallas_kernels.formats import check_group_size
 from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
@@ -44,26 +49,11 @@ def round_nested(weight: jax.Array, group_size: int | None = 128) -> NestedInt8W
 def _round(weight: jax.Array, group_size: int | None) -> NestedInt8Weight:
     n, k = weight.shape
     groups = grouped(weight, group_size)
-    scales = _searched_scales(groups)
+    scales = best_scales(
+        groups, 4, WEIGHT_RATIOS, lambda scales: _errors(groups, scales[..., None])
+    )
     q = _nearest(groups, scales[..., None]).reshape(n, -1)[:, :k]
     return nested_int8_from_integers(q.astype(jnp.int8), scales.astype(jnp.bfloat16), group_size)
-
-
-def _searched_scales(groups: jax.Array) -> jax.Array:
-    """f32[N, G, g] -> the scales with the least error of both readings, f32[N, G]."""
-    ratios = jnp.asarray(WEIGHT_RATIOS, jnp.float32)
-
-    def try_ratio(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        least, chosen = best
-        scales = scales_of(groups, 4, ratios[i])
-        errors = _errors(groups, scales[..., None])
-        better = errors < least
-        return jnp.where(better, errors, least), jnp.where(better, scales, chosen)
-
-    scales = scales_of(groups, 4)
-    start = jnp.full(scales.shape, jnp.inf), scales
-    chosen: jax.Array = jax.lax.fori_loop(0, len(ratios), try_ratio, start)[1]
-    return chosen
 
 
 def _errors(groups: jax.Array, scales: jax.Array) -> jax.Array:

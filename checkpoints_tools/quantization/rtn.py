@@ -14,6 +14,7 @@ integer, but with these scales it would never be the nearest. Weights of 3 and 2
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -115,15 +116,30 @@ def searched_scales(groups: jax.Array, bits: int, blocks: jax.Array | None = Non
 
     f32[N, G, g] and, for the error of the output, second moments f32[G, g, g] -> f32[N, G].
     """
-    ratios = jnp.asarray(WEIGHT_RATIOS if blocks is None else OUTPUT_RATIOS, jnp.float32)
+
+    def errors_of(scales: jax.Array) -> jax.Array:
+        difference = groups - nearest(groups, scales[..., None], bits) * scales[..., None]
+        return _weight_errors(difference) if blocks is None else _output_errors(difference, blocks)
+
+    return best_scales(groups, bits, WEIGHT_RATIOS if blocks is None else OUTPUT_RATIOS, errors_of)
+
+
+def best_scales(
+    groups: jax.Array,
+    bits: int,
+    clip_ratios: Sequence[float],
+    errors_of: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The scales of the clip ratios with the least errors; of equal ones, those of the first.
+
+    errors_of: from scales f32[N, G] to the errors of their groups, f32[N, G].
+    """
+    ratios = jnp.asarray(clip_ratios, jnp.float32)
 
     def try_ratio(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         least, chosen = best
         scales = scales_of(groups, bits, ratios[i])
-        difference = groups - nearest(groups, scales[..., None], bits) * scales[..., None]
-        errors = (
-            _weight_errors(difference) if blocks is None else _output_errors(difference, blocks)
-        )
+        errors = errors_of(scales)
         better = errors < least
         return jnp.where(better, errors, least), jnp.where(better, scales, chosen)
 
