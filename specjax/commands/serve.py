@@ -9,16 +9,12 @@ import os
 import socket
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import specjax
 from specjax.checks import shown
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
-from specjax.commands.options import Target, add_cache_bits, add_quantize, integer, load_target
-from specjax.generation.request import Request
-
-if TYPE_CHECKING:
-    from specjax.serving.asks import Plan
+from specjax.commands.options import add_cache_bits, add_quantize, integer, load_target
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 _KEY = "SPECJAX_API_KEY"
@@ -63,20 +59,20 @@ def _serve(options: argparse.Namespace) -> None:
         raise ValueError(f"serve needs {', '.join(missing)}: pip install 'specjax[serve]'")
     _check(options)
     from specjax.serving.app import LOG, Door, make_app
-    from specjax.serving.engine import Engine
-    from specjax.serving.grammars import grammars_possible
-    from specjax.serving.metrics import Metrics
+    from specjax.serving.application import make_engine
     from specjax.serving.server import make_server
 
     with _bound(options.host, options.port) as socket_:
         target = load_target(options.model, options.quantize, options.group_size)
         tokenizer = specjax.load_tokenizer(options.model)
         drafter = make_drafter(read_drafter(options), target)
-        request = Request.make(
-            target.params, drafter=drafter, cache_bits=options.cache_bits,
-            constrained=grammars_possible(target.params),
+        memory = options.memory
+        engine = make_engine(
+            target.params, drafter=drafter, cache_bits=options.cache_bits, rows=options.rows,
+            context=options.context, most_bytes=None if memory is None else int(memory * 1e9),
+            queue=options.queue, prefix_bytes=int(options.prefix_memory * 1e9),
+            logprobs=options.max_logprobs,
         )  # fmt: skip
-        engine = Engine(target.params, request, _plan(options, target, request), Metrics())
         rows, context = engine.plan.rows, engine.plan.context
         print(f"compiling for {rows} rows of {context} tokens", flush=True)
         engine.start()
@@ -107,18 +103,6 @@ def _show_requests(log: logging.Logger) -> None:
     log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
     log.propagate = False
-
-
-def _plan(options: argparse.Namespace, target: Target, request: Request) -> Plan:
-    """The room that --rows, --context and --memory leave."""
-    from specjax.serving.room import make_plan
-
-    memory = options.memory
-    return make_plan(
-        target.params.config, request, rows=options.rows, context=options.context,
-        most_bytes=None if memory is None else int(memory * 1e9), queue=options.queue,
-        prefix_bytes=int(options.prefix_memory * 1e9), logprobs=options.max_logprobs,
-    )  # fmt: skip
 
 
 def _check(options: argparse.Namespace) -> None:

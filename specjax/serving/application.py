@@ -1,4 +1,5 @@
-"""The server as an ASGI application with an engine of its own, for servers that others run."""
+"""Makes an engine for a model, and the server around it as an ASGI application for servers that
+others run."""
 
 from __future__ import annotations
 
@@ -42,13 +43,30 @@ def application(
     Raises:
       ValueError: an argument is out of its range, or the caches do not fit.
     """
+    engine = make_engine(params, drafter=drafter, cache_bits=cache_bits, rows=rows, context=context)
+    engine.start()
+    return make_app(engine, tokenizer, Door(name, key=key))
+
+
+def make_engine(
+    params: Params,
+    *,
+    drafter: Drafter | None,
+    cache_bits: int,
+    rows: int | None,
+    context: int | None,
+    most_bytes: int | None = None,
+    queue: int = 64,
+    prefix_bytes: int = 2**28,
+    logprobs: int = 20,
+) -> Engine:
+    """Returns an engine that has not started. The arguments are those of `application` and of
+    `make_plan`, which says what is raised."""
     request = Request.make(
         params, drafter=drafter, cache_bits=cache_bits, constrained=grammars_possible(params)
     )
     plan = make_plan(
-        params.config, request, rows=rows, context=context, most_bytes=None, queue=64,
-        prefix_bytes=2**28, logprobs=20,
+        params.config, request, rows=rows, context=context, most_bytes=most_bytes, queue=queue,
+        prefix_bytes=prefix_bytes, logprobs=logprobs,
     )  # fmt: skip
-    engine = Engine(params, request, plan, Metrics())
-    engine.start()
-    return make_app(engine, tokenizer, Door(name, key=key))
+    return Engine(params, request, plan, Metrics())
