@@ -20,7 +20,7 @@ _FASTEST = 1e9  # speed-up of a file's cell, or one over it: anything beyond is 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What was measured of one drafter.
+    """The measurements of one drafter.
 
     model, texts, drafter: their names.
     rows: prompts decoded at a time.
@@ -63,7 +63,7 @@ class Cell:
         return {"task": task, "id": self.drafter, **dataclasses.asdict(self), **self.numbers()}
 
     def numbers(self) -> Record:
-        """What the sums say; None where nothing was drafted.
+        """The numbers that follow from the sums; None where nothing was drafted.
 
         tokens_per_second: of the output.
         speedup, speedup_low, speedup_high: over plain decoding, the geometric mean over the

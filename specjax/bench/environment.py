@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from specjax.files.machine import cores
+from specjax.files.machine import cores, processor
 from specjax.version import __version__
 
 
@@ -19,7 +19,7 @@ def environment() -> dict[str, Any]:
     """Device, processor, cores, versions and commit, as JSON can hold them."""
     return {
         "device": jax.devices()[0].device_kind,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -49,10 +49,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

@@ -172,7 +172,7 @@ def _settled(group: _Group, options: Mapping[str, Any]) -> _Group:
 def _settings(
     subjects: Sequence[Subject], rows: Sequence[int], turns: int, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides the results, and where they were measured."""
+    """The choices that decide the results, and the place of the measurement."""
     measured = [
         {
             "name": subject.name,

@@ -70,7 +70,7 @@ def run_halves(
       most: rounds to run; None: all. One round compiles what the others need.
 
     Returns:
-      What was measured.
+      The sums.
     """
     state = start(
         params, chunk.tokens, prompt_lengths=chunk.lengths, drafter=drafter,

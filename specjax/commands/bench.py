@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Usual(NamedTuple):
-    """What is measured where an option is left out."""
+    """The choices where options are left out."""
 
     models: Sequence[str] = ("tiny",)
     drafters: Sequence[str] | None = None

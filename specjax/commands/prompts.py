@@ -11,7 +11,7 @@ from specjax.files.json_lines import Line, is_json_lines, read_lines, read_text
 from specjax.files.json_objects import parse
 
 PROMPT_FIELDS = ("prompt", "question", "text", "problem")  # of a JSON line; the first there is
-# Of a dialogue: MT-Bench's, ShareGPT's, that of LMSYS-Chat and WildChat, OpenAI's.
+# The field of a dialogue in MT-Bench, in ShareGPT, in LMSYS-Chat and WildChat, in OpenAI's form.
 DIALOGUE_FIELDS = ("turns", "conversations", "conversation", "messages")
 _USER = ("user", "human")
 

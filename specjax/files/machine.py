@@ -18,11 +18,21 @@ def machine() -> str:
     kind: str = jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
         return kind
+    told = [value for name, value in _processor_fields().items() if name.startswith(_TOLD)]
+    return f"{kind} {platform.machine()} {' '.join(told)} {cores()}"
+
+
+def processor() -> str:
+    """The processor's name, as the system tells it."""
+    return _processor_fields().get("model name", platform.processor())
+
+
+def _processor_fields() -> dict[str, str]:
+    """The fields that Linux has for the last core; nothing on other systems."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    fields = (line.partition(":") for line in lines if line.startswith(_TOLD))
-    told = {name.strip(): value.strip() for name, _, value in fields}  # the last core's
-    return f"{kind} {platform.machine()} {' '.join(told.values())} {cores()}"
+    fields = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
 def cores() -> int | None:

@@ -267,7 +267,7 @@ def run_rounds(
     Returns their number as well, and the gains of the first `told` of them, in arrays
     [B, told, …].
     """
-    mesh, drafter = params.mesh, request.drafter
+    mesh = params.mesh
 
     def rounds(
         params: Params, request: Request, limit: jax.Array, state: DecodeState
@@ -275,10 +275,10 @@ def run_rounds(
         before = state.finished
 
         def one(state: DecodeState) -> tuple[DecodeState, Gained]:
-            state, verified = step(
-                params, state, request.drafter, request.activation, matched=request.constrained
+            after: tuple[DecodeState, Gained] = run_round(
+                params, state, request.drafter, request.activation, request.constrained
             )
-            return state, Gained.of(verified, drafter.source(state.draft))
+            return after
 
         def more(carry: tuple[DecodeState, jax.Array, Gained]) -> jax.Array:
             # A row that waits for a prompt waits for all devices, so they stop together.
