@@ -13,7 +13,10 @@ from tests.support.covering import representatives
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SHORTEST = ROOT / "examples" / "quantize_and_draft.py"  # to run
-GUIDES = ("index", "chat", "research", "convert")
+GUIDES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "chat", "research", "convert")),
+]
 BLOCK = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
 
 
@@ -32,9 +35,8 @@ def test_example_is_short(example: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("guide", GUIDES)
-def test_guide_runs(guide: str, capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / f"{guide}.md"
-    code = "\n".join(BLOCK.findall(page.read_text()))
-    exec(compile(code, str(page), "exec"), {})
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_guide_runs(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "\n".join(BLOCK.findall(guide.read_text()))
+    exec(compile(code, str(guide), "exec"), {})
     assert capsys.readouterr().out.strip()
