@@ -100,6 +100,23 @@ def test_a_killed_run_goes_on(cells, tmp_path: Path) -> None:
     assert _bench(torn) == again and torn.read_bytes() == complete
 
 
+def test_a_group_is_kept_as_soon_as_it_has_ended(tmp_path: Path) -> None:
+    """The first group's cells are in the file while the second one is measured."""
+    out, kept = tmp_path / "results.jsonl", list[Cell]()
+
+    def end(done: int, _: int) -> None:
+        if done > 18:
+            kept.extend(read_cells(out)[1])
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        _bench(out, progress=end)
+    assert [(cell.texts, cell.drafter) for cell in kept] == [
+        ("first", name) for name in (PLAIN, *DRAFTERS)
+    ]
+    assert read_cells(out)[1] == kept
+
+
 def test_a_group_without_all_its_cells_is_measured_again(cells, tmp_path: Path) -> None:
     lines = cells[0].read_bytes().splitlines(keepends=True)
     torn = tmp_path / "torn.jsonl"
