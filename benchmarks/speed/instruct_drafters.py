@@ -7,23 +7,27 @@ bfloat16, whose output it has. Rows hold the geometric mean of the ratios, with 
 bootstrap over prompts. Every output is compared with plain decoding's; sampled ones are the same
 where drafts are chosen without chance. Programs are compiled before.
 
+A file is written after every batch size and temperature. The same command on the same commit goes
+on where it was stopped.
+
     python -m benchmarks.speed.instruct_drafters --json OUT
-    python -m benchmarks.speed.instruct_drafters --batch 8 --json OUT
+    python -m benchmarks.speed.instruct_drafters --batch 1 4 8 --temperature 0 0.7 --json OUT
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
 import specjax
-from benchmarks.support.common import pad, parser, table, write
+from benchmarks.support.common import kept_rows, pad, parser, table, write
 from benchmarks.support.instruct import KINDS, MODEL, Case, base, cases, prompts, target
 from specjax.bench.turns import geometric_mean, take_turns
 
@@ -34,26 +38,49 @@ COMPARED = (
 )  # fmt: skip
 
 
+Runs = dict[str, tuple[str, specjax.Drafter]]
+Chunk = tuple[
+    str, np.ndarray, np.ndarray
+]  # a kind, prompts of it as int32[B, width], their lengths
+
+
+class _Cell(NamedTuple):
+    batch: int
+    temperature: float
+
+
 def main() -> int:
     options = _options()
+    runs = _runs(options.drafters)
+    rows = kept_rows(options.json)
+    done = {(row["batch"], row["temperature"]) for row in rows}
+    cells = set(itertools.starmap(_Cell, itertools.product(options.batch, options.temperature)))
+    for cell in sorted(cells - done):
+        rows += _measured(runs, cell, options)
+        write(options.json, rows)
+    print(table(rows, list(rows[0])))
+    return 0 if all(row["identical"] or row["temperature"] for row in rows) else 1
+
+
+def _runs(names: Iterable[str]) -> Runs:
+    """The targets and drafters by name, plain decoding of every target among them."""
     found = cases()
-    chosen = {name: found[name] for name in options.drafters}
+    chosen = {name: found[name] for name in names}
     models = [case.target for case in chosen.values()]
     targets = dict.fromkeys([*map(base, models), *models])
     plain = {f"plain, {name}": Case(name, specjax.Autoregressive) for name in targets}
-    runs = {name: (case.target, case.make()) for name, case in {**plain, **chosen}.items()}
-    chunks = list(_chunks(options))
-    for width in options.widths:  # compiles every program
-        tokens = np.ones((options.batch, width), np.int32)
-        for name, drafter in runs.values():
-            _answer(name, drafter, tokens, np.full(options.batch, width), options)
-    programs = {name: partial(_answered, *run, options) for name, run in runs.items()}
-    with tqdm(total=len(chunks) * len(programs), file=sys.stderr) as bar:
+    return {name: (case.target, case.make()) for name, case in {**plain, **chosen}.items()}
+
+
+def _measured(runs: Runs, cell: _Cell, options: Any) -> list[dict[str, Any]]:
+    """The rows of one batch size and temperature."""
+    chunks = list(_chunks(cell, options))
+    programs = {name: partial(_answered, *run, cell, options) for name, run in runs.items()}
+    for width, answer in itertools.product(options.widths, programs.values()):  # compiles them
+        answer(("", np.ones((cell.batch, width), np.int32), np.full(cell.batch, width)))
+    with tqdm(total=len(chunks) * len(programs), desc=str(cell), file=sys.stderr) as bar:
         seconds, outputs = take_turns(programs, chunks, ran=bar.update)
-    rows = _rows(runs, [kind for kind, *_ in chunks], seconds, outputs, options)
-    print(table(rows, list(rows[0])))
-    write(options.json, rows)
-    return 0 if options.temperature or all(row["identical"] for row in rows) else 1
+    return _rows(runs, [kind for kind, *_ in chunks], seconds, outputs, cell)
 
 
 def _options() -> Any:
@@ -63,28 +90,29 @@ def _options() -> Any:
     add("--prompts", type=int, default=24, help="prompts per kind")
     add("--widths", type=int, nargs="+", default=[96, 192], help="to which prompts are padded")
     add("--max-new-tokens", type=int, default=64)
-    add("--batch", type=int, default=1, help="prompts of one kind at a time")
-    add("--temperature", type=float, default=0.0, help="0: greedy")
+    add("--batch", type=int, nargs="+", default=[1], help="prompts of one kind at a time")
+    add("--temperature", type=float, nargs="+", default=[0.0], help="0: greedy")
     return parse.parse_args()
 
 
-def _chunks(options: Any) -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
-    """A kind, and `batch` prompts of it, padded to one of the widths."""
+def _chunks(cell: _Cell, options: Any) -> Iterable[Chunk]:
+    """Prompts of one kind at a time, padded to one of the widths."""
     asked = prompts(options.data, options.prompts, max(options.widths))
     for kind in KINDS:
         texts = [ids for each, ids in asked if each == kind]
-        for begin in range(0, len(texts) - options.batch + 1, options.batch):
-            chunk = texts[begin : begin + options.batch]
+        for begin in range(0, len(texts) - cell.batch + 1, cell.batch):
+            chunk = texts[begin : begin + cell.batch]
             longest = max(map(len, chunk))
             yield kind, *pad(chunk, min(width for width in options.widths if width >= longest))
 
 
-def _answer(
-    name: str, drafter: specjax.Drafter, tokens: np.ndarray, lengths: np.ndarray, options: Any
+def _answered(
+    name: str, drafter: specjax.Drafter, cell: _Cell, options: Any, chunk: Chunk
 ) -> specjax.DecodeResult:
+    _, tokens, lengths = chunk
     sampled: dict[str, Any] = {}
-    if options.temperature:
-        sampling = specjax.Sampling(temperature=options.temperature)
+    if cell.temperature:
+        sampling = specjax.Sampling(temperature=cell.temperature)
         sampled = {"sampling": sampling, "key": jax.random.key(0)}
     return jax.block_until_ready(
         specjax.decode(
@@ -96,19 +124,12 @@ def _answer(
     )  # fmt: skip
 
 
-def _answered(
-    name: str, drafter: specjax.Drafter, options: Any, chunk: tuple[str, np.ndarray, np.ndarray]
-) -> specjax.DecodeResult:
-    _, tokens, lengths = chunk
-    return _answer(name, drafter, tokens, lengths, options)
-
-
 def _rows(
-    runs: dict[str, tuple[str, specjax.Drafter]],
+    runs: Runs,
     kinds: list[str],
     seconds: dict[str, np.ndarray],
     outputs: dict[str, list[specjax.DecodeResult]],
-    options: Any,
+    cell: _Cell,
 ) -> list[dict[str, Any]]:
     rows = []
     for name, (model, _) in runs.items():
@@ -124,9 +145,9 @@ def _rows(
             speedup = geometric_mean(ratios[where])
             rows.append(
                 {
-                    "model": MODEL, "target": model, "drafter": name, "batch": options.batch,
-                    "temperature": options.temperature, "kind": kind,
-                    "prompts": options.batch * len(where),
+                    "model": MODEL, "target": model, "drafter": name, "batch": cell.batch,
+                    "temperature": cell.temperature, "kind": kind,
+                    "prompts": cell.batch * len(where),
                     "speedup": speedup.mean,
                     "speedup_low": speedup.low, "speedup_high": speedup.high,
                     "tokens_per_second": generated / float(seconds[name][0, where].sum()),

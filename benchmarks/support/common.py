@@ -64,6 +64,14 @@ def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
         path.write_text(f'{{"environment": {head},\n "rows": [\n  {lines}\n]}}\n')
 
 
+def kept_rows(path: Path | None) -> list[dict[str, Any]]:
+    """The rows of a file that a run with this commit on this machine left behind, or none."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    return list(found["rows"]) if found["environment"] == environment() else []
+
+
 def text_prompts(data: Path, kind: str, count: int) -> list[str]:
     """`count` real prompts of a kind: "arithmetic", "python", "chat" or "prose"."""
     if kind == "arithmetic":
