@@ -1,4 +1,4 @@
-"""How often drafts are kept, by row and by kind of draft, and what more of them promise."""
+"""How often drafts are kept, by row, and what more of them promise."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 _WEIGHT = 4.0  # drafts that a prior counts for
 _MEMORY = 32.0  # drafts, roughly, over which acceptance is averaged
+_ROUNDS = 2.0  # rounds that a prior counts for
+_RECENT = 16.0  # rounds, roughly, over which yields are averaged
 
 
 class Guess(NamedTuple):
@@ -67,11 +69,34 @@ class Rates(NamedTuple):
         fade = (1 - 1 / _MEMORY) ** tested
         return Rates(self.kept * fade + kept, self.tested * fade + tested)
 
-    def forgotten(self, kind: int, prior: float, idle: jax.Array) -> Rates:
-        """The rates with one kind's a little closer to its prior in rows that are idle, bool[B]."""
-        fade = jnp.where(idle, 1 - 1 / _MEMORY, 1.0)
 
-        def towards(values: jax.Array, usual: float) -> jax.Array:
-            return values.at[:, kind].set(usual + (values[:, kind] - usual) * fade)
+class Yields(NamedTuple):
+    """A row's recent rounds of one drafter, f32[B] each: how many, the drafts that were kept, and
+    the time that they took, in plain passes."""
 
-        return Rates(towards(self.kept, prior * _WEIGHT), towards(self.tested, _WEIGHT))
+    rounds: jax.Array
+    kept: jax.Array
+    took: jax.Array
+
+    @classmethod
+    def create(cls, rows: int, kept: float | jax.Array, took: float | jax.Array) -> Yields:
+        """As if a few rounds had kept and taken so much each."""
+        return cls(*(jnp.full(rows, _ROUNDS * each) for each in (1.0, kept, took)))
+
+    def a_round(self) -> tuple[jax.Array, jax.Array]:
+        """The drafts that a round keeps, and the time that it takes. f32[B] each."""
+        return self.kept / self.rounds, self.took / self.rounds
+
+    def after(self, drafted: jax.Array, kept: jax.Array, took: jax.Array, prior: Yields) -> Yields:
+        """The yields after a round. Rows that did not draft, bool[B], come a little closer to what
+        was assumed before the first."""
+
+        def moved(past: jax.Array, now: jax.Array | float, usual: jax.Array) -> jax.Array:
+            idle = usual + (past - usual) * (1 - 1 / _MEMORY)
+            return jnp.where(drafted, past * (1 - 1 / _RECENT) + now, idle)
+
+        return Yields(
+            moved(self.rounds, 1.0, prior.rounds),
+            moved(self.kept, kept.astype(jnp.float32), prior.kept),
+            moved(self.took, took, prior.took),
+        )

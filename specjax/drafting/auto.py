@@ -4,7 +4,8 @@ Three sources propose: the text so far (the tokens after an earlier occurrence o
 where there is one a memory of other texts, and where there is one a cheap reading of the model's
 own weights. A round weighs, for each source and length, the tokens that the batch may expect
 against the measured time of the passes, and takes the best; drafting nothing is one of the choices.
-Expected tokens come from what was kept of each row's earlier drafts.
+Expected tokens come from what was kept of each row's earlier drafts. A draft of the model ends with
+the first token that the model is unsure of, so what such a round gains and takes is averaged whole.
 
 The proposals of the text and the memory are judged in every round, drafted or not: the tokens that
 came show whether they were right. So a row that begins to repeat itself, or another, is noticed
@@ -26,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.row_sums import running_sums
 from specjax.checks import shown
-from specjax.drafting.acceptance_rates import Guess, Rates
+from specjax.drafting.acceptance_rates import Guess, Rates, Yields
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.suffix import Match, longest_match
 from specjax.drafting.suffix_memory import CONTEXTS, COUNTS, SuffixMemory
@@ -39,15 +41,15 @@ from specjax.speculation.state import DecodeState, Proposal, Verified
 WIDTHS = (0, 1, 3, 7)  # drafts per pass, as wide as verification makes its passes
 _LONGEST = 8  # last tokens that an earlier occurrence may share
 _KINDS = (1, 2, 3, 5)  # occurrences are told apart by the fewest tokens that they share
-# Acceptance before any is seen: of the text by its kinds, of the memory by contexts and counts, and
-# of the model.
+# Acceptance before any is seen: of the text by its kinds, and of the memory by contexts and counts.
 _OF_TEXT = (0.1, 0.25, 0.5, 0.75)
 _OF_MEMORY = (
     (0.15, 0.3, 0.35), (0.3, 0.4, 0.5), (0.55, 0.65, 0.7), (0.75, 0.85, 0.95), (0.9, 0.95, 0.95),
 )  # fmt: skip
-_OF_MODEL = 0.9
-_PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each), _OF_MODEL)
-_REMEMBERED, _OWN = len(_OF_TEXT), len(_PRIORS) - 1  # the first kind of the memory; the model's
+_PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each))
+_REMEMBERED = len(_OF_TEXT)  # the first kind of the memory
+_OF_MODEL = 0.9  # the model's acceptance before any is seen
+_SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.02  # drafting must promise so much more than not drafting
 _PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
@@ -78,7 +80,8 @@ class Costs:
 class AutoState(NamedTuple):
     """How the drafts of each row have fared.
 
-    rates: by kind: those of the text, of the memory, and of the model.
+    rates: of the text and of the memory, by kind.
+    own: of rounds in which the model drafted.
     text, memory: what they propose in this round; no memory proposes nothing.
     source: int32[B], which of the three proposed in this round: 0, 1 or 2.
     idle: int32[B], rounds since the batch last drafted.
@@ -86,6 +89,7 @@ class AutoState(NamedTuple):
     """
 
     rates: Rates
+    own: Yields
     text: Guess
     memory: Guess
     source: jax.Array
@@ -94,7 +98,8 @@ class AutoState(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The drafts of a round. text: int32[B], tokens of the guess; own: int32[], of the model."""
+    """The drafts of a round. text: int32[B], tokens of the guess; own: bool[], whether the model
+    drafts instead."""
 
     text: jax.Array
     own: jax.Array
@@ -118,7 +123,8 @@ class Auto(Drafter):
     costs: times of passes; None: measured when decoding begins, once per model, batch size and
         machine, or estimated for small models and inside `jax.jit`.
     draft: what drafts with the model, on the target's own KV cache: QSpec or LayerSkip; None: QSpec
-        where the weights have a cheap reading and it may pay.
+        where the weights have a cheap reading and it may pay. Its drafts end with the first token
+        of a smaller probability than 0.6, or than its own `confidence`.
     memory: texts to draft from beside the row's own; rows add theirs while they are decoded. None:
         for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
         elsewhere none. Not for a model that is divided over a mesh.
@@ -169,7 +175,8 @@ class Auto(Drafter):
         zeros = jnp.zeros_like(state.lengths)
         model = None if self.draft is None else self.draft.init(params, state, width)
         rates, nowhere = Rates.create(len(zeros), _PRIORS), self._nowhere(state)
-        return AutoState(rates, nowhere.text, nowhere.memory, zeros, zeros, model)
+        own = self._assumed(len(zeros))
+        return AutoState(rates, own, nowhere.text, nowhere.memory, zeros, zeros, model)
 
     def shared(self) -> SuffixMemory | None:
         return self.memory
@@ -188,10 +195,10 @@ class Auto(Drafter):
         cache = state.cache
         if self.draft is not None:
             proposal, cache = self._draft(params, state, proposal, look.plan.own)
-        drafts = (look.plan.own > 0) | jnp.any((look.plan.text > 0) & ~state.finished)
+        drafts = look.plan.own | jnp.any((look.plan.text > 0) & ~state.finished)
         draft = state.draft._replace(
             text=look.text, memory=look.memory,
-            source=jnp.where(look.plan.own > 0, _FROM_MODEL, look.source),
+            source=jnp.where(look.plan.own, _FROM_MODEL, look.source),
             idle=jnp.broadcast_to(jnp.where(drafts, 0, idle + 1), state.finished.shape),
         )  # fmt: skip
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
@@ -208,7 +215,7 @@ class Auto(Drafter):
         zeros = jnp.zeros_like(state.lengths)
         none = jnp.zeros((*zeros.shape, WIDTHS[-1]), jnp.int32)
         nothing = Guess(none, none, zeros)
-        return _Look(nothing, nothing, nothing, zeros, _Plan(zeros, jnp.int32(0)))
+        return _Look(nothing, nothing, nothing, zeros, _Plan(zeros, jnp.bool_(False)))
 
     def _look(self, state: DecodeState) -> _Look:
         room = jnp.maximum(state.limits - state.lengths - 1, 0)
@@ -222,21 +229,36 @@ class Auto(Drafter):
     def observe(self, draft: AutoState, verified: Verified) -> AutoState:
         looked = _due(jnp.max(draft.idle) - 1)
         rates = lax.cond(looked, lambda: self._judged(draft, verified), lambda: draft.rates)
-        return draft._replace(rates=rates)
+        return draft._replace(rates=rates, own=self._own_after(draft, verified))
 
     def _judged(self, draft: AutoState, verified: Verified) -> Rates:
-        """The rates after the tokens that came, which judge the round's guesses and drafts."""
+        """The rates after the tokens that came, which judge the round's guesses."""
         came, rates = verified.emitted[:, : WIDTHS[-1]], draft.rates
         for guess in (draft.text, draft.memory):
             rates = rates.judged(guess, came, verified.count)
-        own = draft.source == _FROM_MODEL
-        place = jnp.arange(self.draft_length)
-        kinds = jnp.full_like(place, _OWN) + jnp.zeros_like(verified.tested)[:, None]
-        tested, kept = (
-            (place < count[:, None]) & own[:, None]
-            for count in (verified.tested, verified.accepted)
-        )
-        return rates.after(kinds, tested, kept).forgotten(_OWN, _OF_MODEL, ~own)
+        return rates
+
+    def _own_after(self, draft: AutoState, verified: Verified) -> Yields:
+        drafted = (draft.source == _FROM_MODEL) & (verified.drafted > 0)
+        rows = len(drafted)
+        took = self._time(jnp.max(verified.drafted), rows)
+        return draft.own.after(drafted, verified.accepted, took, self._assumed(rows))
+
+    def _assumed(self, rows: int) -> Yields:
+        """The yields of the model's drafts before any: those of the length that gains the most."""
+        lengths = jnp.arange(1, WIDTHS[-1] + 1)
+        kept, took = running_sums(_OF_MODEL**lengths), self._time(lengths, rows)
+        best = jnp.argmax((1 + kept) / took)
+        return Yields.create(rows, kept[best], took[best])
+
+    def _time(self, drafts: jax.Array, rows: int) -> jax.Array:
+        """The times of rounds with so many drafts of the model, int32[…] -> f32[…]."""
+        costs = self._costs(rows)
+        wider = jnp.searchsorted(jnp.array(WIDTHS), jnp.minimum(drafts, WIDTHS[-1]))
+        return drafts * costs.draft + jnp.asarray(costs.passes)[wider]
+
+    def _costs(self, rows: int) -> Costs:
+        return Costs.usual(rows) if self.costs is None else self.costs
 
     def _guesses(self, state: DecodeState, room: jax.Array) -> tuple[Guess, Guess]:
         """The proposals of the text and of the memory, no longer than there is room: int32[B]."""
@@ -251,40 +273,36 @@ class Auto(Drafter):
 
     def _plan(self, state: DecodeState, guess: Guess, room: jax.Array) -> _Plan:
         """Chooses the source and the length that promise the batch the most tokens per second."""
-        rows = state.tokens.shape[0]
-        costs = Costs.usual(rows) if self.costs is None else self.costs
-        running = (~state.finished).astype(jnp.float32)[:, None]
-        rates, widths = state.draft.rates, jnp.array(WIDTHS)
-        gains = rates.gains(guess)[:, widths]
-        speeds = jnp.sum(running * gains, axis=0) / costs.passes
+        costs = self._costs(state.tokens.shape[0])
+        running = ~state.finished
+        widths = jnp.array(WIDTHS)
+        gains = state.draft.rates.gains(guess)[:, widths]
+        speeds = jnp.sum(running[:, None] * gains, axis=0) / costs.passes
         speeds = speeds / jnp.where(widths > 0, _MARGIN, 1.0)
-        width = widths[jnp.argmax(speeds)]
-        text = jnp.minimum(guess.counts, width)
+        text = jnp.minimum(guess.counts, widths[jnp.argmax(speeds)])
         if self.draft is None:
-            return _Plan(text, jnp.int32(0))
-        longest = self.draft.draft_length
-        drafts = jnp.arange(1, longest + 1)
-        wider = jnp.searchsorted(widths, jnp.minimum(drafts, WIDTHS[-1]))
-        times = drafts * costs.draft + costs.passes[wider]
-        none = jnp.zeros((rows, longest), jnp.int32)
-        gains = rates.gains(Guess(none, none + _OWN, jnp.minimum(longest, room)))[:, 1:]
-        own_speeds = jnp.sum(running * gains, axis=0) / times / _MARGIN
-        better = jnp.max(own_speeds) > jnp.max(speeds)
-        own = jnp.where(better, jnp.argmax(own_speeds) + 1, 0).astype(jnp.int32)
-        return _Plan(jnp.where(better, 0, text), own)
+            return _Plan(text, jnp.bool_(False))
+        kept, took = state.draft.own.a_round()
+        gains = jnp.sum(running * (1 + jnp.minimum(kept, room)))
+        own_speed = gains * jnp.sum(running) / jnp.sum(running * took) / _MARGIN
+        own = own_speed > jnp.max(speeds)
+        return _Plan(jnp.where(own, 0, text), own)
 
     def _draft(
         self, params: Params, state: DecodeState, proposal: Proposal, own: jax.Array
     ) -> tuple[Proposal, KVCache]:
-        """The model's drafts, `own` per row, in place of the text's unless that is 0."""
+        """The model's drafts, if `own`: bool[] says so, in place of the text's."""
         drafter = self.draft
         assert drafter is not None
 
         def turn(carry: tuple[jax.Array, Proposal, KVCache]) -> tuple[jax.Array, Proposal, KVCache]:
             _, text, cache = carry
             level = dataclasses.replace(state, cache=cache)
-            wanted = jnp.broadcast_to(own, state.lengths.shape)
-            drafted, cache = drafter.draft(drafter.model(params), level, wanted, coupled=True)
+            room = jnp.maximum(state.limits - state.lengths - 1, 1)
+            wanted = jnp.minimum(drafter.draft_length, room)
+            drafted, cache = drafter.draft(
+                drafter.model(params), level, wanted, _SURE, coupled=True
+            )
             missing = self.draft_length - drafted.tokens.shape[1]
             tokens = jnp.pad(drafted.tokens, ((0, 0), (0, missing)))
             assert drafted.counts is not None
@@ -296,7 +314,7 @@ class Auto(Drafter):
             )
 
         # A loop of at most one turn: XLA updates its cache in place but copies a conditional's.
-        carry = own > 0, proposal, state.cache
+        carry = own, proposal, state.cache
         _, proposal, cache = lax.while_loop(lambda carry: carry[0], turn, carry)
         return proposal, cache
 

@@ -35,7 +35,6 @@ from specjax.version import __version__
 _LEAST_BYTES = 32_000_000  # a smaller model is decoded faster than it is measured
 _CONTEXT = 128  # tokens in the cache while passes are timed
 _TURNS = 5
-_LONGEST = 5  # drafts of the model itself per round
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 
 _log = logging.getLogger(__name__)
@@ -61,8 +60,7 @@ def settled(
     costs = costs_of(params, rows, cache_bits)
     draft = drafter.draft
     if draft is None and params.quantized and activation == "a16":
-        length = _best_length(costs)
-        draft = QSpec(length) if length else None
+        draft = QSpec(WIDTHS[-1]) if _may_pay(costs) else None
     return dataclasses.replace(drafter, costs=costs, draft=draft)
 
 
@@ -162,15 +160,13 @@ def measure_costs(params: Params, rows: int, cache_bits: int = 16) -> Costs:
     return Costs(np.array(costs[: len(WIDTHS)], np.float32), np.float32(draft))
 
 
-def _best_length(costs: Costs) -> int:
-    """The drafts of the model itself that gain the most where nearly all are kept; 0: none do."""
+def _may_pay(costs: Costs) -> bool:
+    """Whether drafts of the model itself gain anything where nearly all of them are kept."""
     passes, draft = costs.passes.tolist(), float(costs.draft)
-    speeds = [1.0]
-    for length in range(1, _LONGEST + 1):
-        wide = next(cost for width, cost in zip(WIDTHS, passes, strict=True) if width >= length)
-        gained = sum(_LIKELY**n for n in range(length + 1))
-        speeds.append(gained / (length * draft + wide))
-    return speeds.index(max(speeds))
+    return any(
+        sum(_LIKELY**n for n in range(width + 1)) > width * draft + passed
+        for width, passed in zip(WIDTHS[1:], passes[1:], strict=True)
+    )
 
 
 def _state(params: Params, rows: int, cache_bits: int) -> DecodeState:

@@ -80,11 +80,20 @@ class ChainDrafter(Drafter):
         return jnp.clip(lengths, 1, jnp.maximum(state.limits - state.lengths - 1, 1))
 
     def draft(
-        self, model: Params, level: DecodeState, wanted: jax.Array | None, coupled: bool = False
+        self,
+        model: Params,
+        level: DecodeState,
+        wanted: jax.Array | None,
+        confidence: float | None = None,
+        coupled: bool = False,
     ) -> tuple[Proposal, KVCache]:
-        """Runs the drafting model over the state as it sees it. Returns as `draft_chain` does."""
+        """Runs the drafting model over the state as it sees it. Returns as `draft_chain` does.
+
+        confidence: used where the drafter has none.
+        """
+        confidence = confidence if self.confidence is None else self.confidence
         return draft_chain(
-            model, level, self.draft_length, wanted, self.confidence, self.activation, self.layers,
+            model, level, self.draft_length, wanted, confidence, self.activation, self.layers,
             coupled,
         )  # fmt: skip
 

@@ -32,6 +32,7 @@ class QSpec(LevelDrafter):
         8-bit arithmetic on a coarser grid: never cheaper than "a8", and less is accepted.
     overwrite: False keeps the draft's own KV entries in a second cache, which the verification
         never corrects. It exists for the paper's ablation (table 2) alone.
+    confidence: a row's draft ends with a token of smaller probability than this; None: never.
     schedule: how many of draft_length tokens to draft; None: all.
 
     Raises ValueError where a field is out of its range.
@@ -40,6 +41,7 @@ class QSpec(LevelDrafter):
     draft_length: int = jax.tree.static(default=3)
     activation: Activation = jax.tree.static(default="a8")
     overwrite: bool = jax.tree.static(default=True)
+    confidence: float | None = jax.tree.static(default=None)
     schedule: Schedule | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:

@@ -150,12 +150,46 @@ def test_a_refused_model_is_tried_again() -> None:
     """Its drafts are forgotten in rounds without any, until they promise something again."""
     drafter = CHOICES["its model"]
     state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
-    refused = state._replace(rates=state.rates._replace(kept=state.rates.kept.at[:, -1].set(0.0)))
-    rates = []
+    refused = state._replace(own=state.own._replace(kept=jnp.zeros(3)))
+    kept = []
     for _ in range(100):
         refused = drafter.observe(refused, _verified(rows=3))
-        rates.append(float(refused.rates.kept[0, -1] / refused.rates.tested[0, -1]))
-    assert rates[0] < 0.1 and rates[-1] > 0.8 and rates == sorted(rates)
+        kept.append(float(refused.own.a_round()[0][0]))
+    assumed = float(state.own.a_round()[0][0])
+    assert kept[0] < 0.1 * assumed and kept[-1] > 0.9 * assumed and kept == sorted(kept)
+
+
+def test_a_round_of_the_model_is_averaged_whole() -> None:
+    """A row that drafted learns what the batch's round took; one that did not keeps its own."""
+    drafter = specjax.Auto(costs([1, 2, 3, 4], 0.5), specjax.QSpec(7))
+    state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
+    state = state._replace(source=jnp.full(3, 2))
+    drafted = jnp.array([3, 1, 0])
+    verified = dataclasses.replace(
+        _verified(rows=3), drafted=drafted, tested=drafted, accepted=drafted
+    )
+    for _ in range(200):
+        state = drafter.observe(state, verified)
+    kept, took = state.own.a_round()
+    np.testing.assert_allclose(kept[:2], [3, 1], rtol=1e-3)
+    np.testing.assert_allclose(took[:2], 3 * 0.5 + 3, rtol=1e-3)
+    np.testing.assert_allclose(kept[2], drafter.init(
+        PARAMS, _state(REPEATED), REPEATED.shape[1]).own.a_round()[0][2])  # fmt: skip
+
+
+def test_a_draft_of_the_model_ends_where_it_is_unsure() -> None:
+    """The random model is sure of little, so its drafts are short, unless told otherwise."""
+    lengths = []
+    for confidence in (None, 0.6, 1e-6):
+        drafter = specjax.Auto(OWN, specjax.QSpec(3, confidence=confidence))
+        state = start(PARAMS, REPEATED, drafter=drafter, max_new_tokens=8)
+        no_text = jnp.full_like(state.draft.rates.kept, 1e-6)
+        rates = state.draft.rates._replace(kept=no_text)
+        state = dataclasses.replace(state, draft=state.draft._replace(rates=rates))
+        proposal, _ = drafter.propose(PARAMS, state)
+        lengths.append(np.asarray(proposal.counts).tolist())
+    assert lengths[0] == lengths[1] and sum(lengths[0]) < 6
+    assert lengths[2] == [3, 3, 3]
 
 
 def test_what_the_text_proposed_is_judged_without_a_draft() -> None:
