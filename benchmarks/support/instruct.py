@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,10 @@ from specjax import Drafter, DraftModel, Lookahead, MultiLevel, NGram, Params, P
 
 MODEL = "smollm2"
 KINDS = ("arithmetic", "python", "chat", "advice", "prose")
-FILES = {"arithmetic": "gsm8k_test", "python": "humaneval", "chat": "mt_bench", "advice": "piqa"}
+FILES = {
+    "arithmetic": "gsm8k_test", "python": "humaneval", "chat": "mt_bench", "advice": "piqa",
+    "math": "math500", "programs": "mbpp",
+}  # fmt: skip
 SKIPPED = (7, 11, 15, 19, 23)  # a sixth of the 30 layers, chosen without a search
 QUESTION = "Complete this function.\n\n```python\n{}```"
 
@@ -33,7 +36,9 @@ class Case(NamedTuple):
     make: Callable[[], Drafter]
 
 
-def prompts(data: Path, count: int, longest: int) -> list[tuple[str, list[int]]]:
+def prompts(
+    data: Path, count: int, longest: int, kinds: Sequence[str] = KINDS
+) -> list[tuple[str, list[int]]]:
     """`count` prompts of each kind, or as many as there are, as pairs of kind and token ids.
 
     Questions are asked in the model's chat format. Prose is WikiText, which the model continues.
@@ -47,7 +52,7 @@ def prompts(data: Path, count: int, longest: int) -> list[tuple[str, list[int]]]
         return tokenizer.encode(written, special_tokens=False)
 
     found: list[tuple[str, list[int]]] = []
-    for kind in KINDS:
+    for kind in kinds:
         read = ((kind, ids(kind, text)) for text in _texts(data, kind))
         fitting = (pair for pair in read if len(pair[1]) <= longest)
         found += itertools.islice(fitting, count)
@@ -66,6 +71,8 @@ def _texts(data: Path, kind: str) -> Iterator[str]:
             "python": lambda item: QUESTION.format(item["prompt"]),
             "chat": lambda item: item["turns"][0],
             "advice": lambda item: item["goal"],
+            "math": lambda item: item["problem"],
+            "programs": lambda item: item["text"],
         }[kind](item)
 
 

@@ -277,6 +277,11 @@ SECTIONS = (
             "prompts, beside plain decoding of the same target, with its 95 % interval. "
             "*bfloat12* and *nested16* hold the bfloat16 model exactly, and are compared with it.",
             apart=True),
+    Section("speed.papers", "papers_*", "Tables of the papers",
+            "SmolLM2, greedy, reading included, beside plain decoding on the same kernels. *kept*: "
+            "accepted over drafted; *accepted*: over the drafts that were decided on; *draft "
+            "share*: of a round's time. *paper*: what its authors print for *compared*, on "
+            "larger models and GPUs or servers.", apart=True),
     Section("speed.repeated_work", "smollm2_repeated*", "Work that repeats itself",
             "SmolLM2, one prompt at a time, reading and adding to the memory included. The second "
             "pass asks the first one's set with small edits, the third the edited set again.",
