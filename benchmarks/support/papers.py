@@ -58,7 +58,9 @@ def _mxfp4(activation: Activation) -> Drafters:
     """ML-SpecQD's cast, with the paper's length and confidence, and n-grams below it."""
     return {
         f"MXFP4 cast, {activation}": lambda: _draft("mxfp4", 8, activation, 0.4),
-        f"two levels, {activation}": lambda: MultiLevel(_draft("mxfp4", 8, activation), NGram(2)),
+        f"two levels, {activation}": lambda: MultiLevel(
+            _draft("mxfp4", 8, activation, 0.4), NGram(2)
+        ),
     }
 
 

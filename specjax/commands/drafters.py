@@ -46,7 +46,7 @@ class DrafterOptions(NamedTuple):
 
     drafter: its name; None: auto, or qspec where its fields or models below it are given.
     fields: its fields by name, as objects or as text. Where several models draft, `draft_length`
-        may hold one number for each, `activation` is that of all, and `confidence` the last one's.
+        may hold one number for each; `activation` and `confidence` are those of all.
     draft: models, quantization methods that cast the target, and drafters without a model: the
         first is what draft-model drafts with, each other one drafts for the one before it.
     draft_lm_head: whether casts quantize the output head too.
@@ -276,7 +276,7 @@ def _distribute(fields: Mapping[str, object], levels: Sequence[_Level]) -> None:
     owners = {
         "draft_length": models,
         "activation": models,
-        "confidence": levels[-1:],
+        "confidence": models,
         "datastore": [level for level in levels if level.name in _WITH_CORPUS] or levels[:1],
     }
     if len(models) > 1:

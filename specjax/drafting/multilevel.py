@@ -39,8 +39,8 @@ class MultiLevelState(NamedTuple):
 class MultiLevel(Drafter):
     """`outer` drafts for the target, `inner` for `outer`. Both may be MultiLevel's parts again.
 
-    outer: a drafter that runs a model: DraftModel, QSpec or LayerSkip. Its draft_length is that of
-        the whole; its confidence is of no use here, as its tokens come several at once.
+    outer: a drafter that runs a model: DraftModel, QSpec or LayerSkip. Its draft_length and its
+        confidence are those of the whole.
     inner: any drafter, an Auto without a memory.
 
     Stats of the level between them are `DecodeResult.levels`.
@@ -59,8 +59,6 @@ class MultiLevel(Drafter):
             raise ValueError(
                 f"outer must draft with a model (DraftModel, QSpec, LayerSkip), got {self.outer!r}"
             )
-        if isinstance(self.outer, LevelDrafter) and self.outer.confidence is not None:
-            raise ValueError("outer of a MultiLevel takes no confidence: it verifies whole drafts")
         if isinstance(self.inner, Drafter) and self.inner.shared() is not None:
             raise ValueError("inner of a MultiLevel takes no memory: pass it to an Auto alone")
 
@@ -78,11 +76,9 @@ class MultiLevel(Drafter):
 
     @classmethod
     def paper(cls, outer: LevelDrafter, inner: ChainDrafter) -> MultiLevel:
-        """ML-SpecQD's settings (section IV): both levels draft up to 8 tokens, and a draft of the
-        lower one ends at a token of smaller probability than 0.4, or 0.65 where it has another
-        tokenizer.
-
-        The paper also ends the upper level's drafts; here that level verifies whole ones.
+        """ML-SpecQD's settings (section IV): both levels draft up to 8 tokens, and a draft ends
+        with a token of smaller probability than 0.4, or 0.65 where the level has another tokenizer
+        than the one above.
 
         Args:
           outer: the target's MXFP4 cast, a DraftModel.
@@ -99,7 +95,7 @@ class MultiLevel(Drafter):
                 raise ValueError(f"{name} must draft with a model, got {shown(level)}")
         confidence = 0.65 if isinstance(inner, TranslatedDraft) else 0.4
         return cls(
-            dataclasses.replace(outer, draft_length=8),  # type: ignore[type-var]
+            dataclasses.replace(outer, draft_length=8, confidence=0.4),  # type: ignore[type-var]
             dataclasses.replace(inner, draft_length=8, confidence=confidence),  # type: ignore[type-var]
         )
 
@@ -143,7 +139,8 @@ class MultiLevel(Drafter):
         )
         drafted = state.lengths[:, None] + jnp.arange(self.draft_length)
         tokens = jnp.take_along_axis(level.tokens, drafted, axis=1)
-        counts = None if outer.schedule is None else level.lengths - state.lengths
+        whole = outer.schedule is None and outer.confidence is None
+        counts = None if whole else level.lengths - state.lengths
         kept, cache = outer.leave(state.draft.outer, state, level.cache, level.cache.lengths)
         draft = MultiLevelState(kept, level.draft, level.stats)
         proposal = Proposal(tokens, counts, distributions, least=1)
@@ -171,6 +168,7 @@ class MultiLevel(Drafter):
             stats=draft.stats,
             stop_tokens=(),
             depth=state.depth + 1,
+            confidence=self.outer.confidence,
             logprobs=None,
         )
 

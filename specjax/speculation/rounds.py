@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.row_sums import row_max, row_sum
 from pallas_kernels.settings import own_settings
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, on_mesh, row_specs
@@ -163,7 +164,7 @@ def _line_up(cache: KVCache, state: DecodeState, verified: Verified) -> KVCache:
 
 
 def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the tokens that each row gains, int32[B], whether the last of them is a stop token,
+    """Returns the tokens that each row gains, int32[B], whether the last of them ends the row,
     and whether the next would have come from NaN or infinite logits, bool[B] each.
 
     Such logits of a level that only drafts end nothing: the target judges the drafts.
@@ -171,6 +172,8 @@ def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array
     index = jnp.arange(verified.emitted.shape[1])
     count = jnp.minimum(verified.accepted + 1, state.limits - state.lengths)
     stops = jnp.isin(verified.emitted, jnp.array(state.stop_tokens, jnp.int32))
+    if state.confidence is not None:
+        stops |= _probabilities(verified) < state.confidence
     stops &= index < count[:, None]
     stopped = jnp.any(stops, axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count)
@@ -179,6 +182,18 @@ def _count(state: DecodeState, verified: Verified) -> tuple[jax.Array, jax.Array
     count = jnp.where(failed, jnp.argmax(wrong, axis=1), count)
     running = ~state.finished
     return jnp.where(running, count, 0), stopped & ~failed & running, failed & running
+
+
+def _probabilities(verified: Verified) -> jax.Array:
+    """The probability of every emitted token, f32[B, N + 1]; those past the count mean nothing."""
+    if verified.distributions is not None:
+        index = verified.emitted[..., None]
+        return jnp.take_along_axis(verified.distributions, index, axis=2)[..., 0]
+    logits = verified.logits
+    if verified.nodes is not None:  # those after the last token, and after the nodes of the path
+        path = jnp.pad(verified.nodes + 1, ((0, 0), (1, 0)))
+        logits = jnp.take_along_axis(logits, path[..., None], axis=1)
+    return 1 / row_sum(jnp.exp(logits - row_max(logits)))[..., 0]
 
 
 def _count_round(state: DecodeState, verified: Verified) -> Stats:

@@ -81,6 +81,8 @@ class DecodeState:
     vocab_size: entries of the target's vocabulary, which all levels use. Static.
     lag: tokens before the last that the cache may lack. Static.
     depth: levels above this one; 0 for the target's own state. Static.
+    confidence: a row also ends with a token of smaller probability than this; None: never. For
+        levels that draft. Static.
     logprobs: of the new tokens so far; None: nobody asked for them.
     shared: what the drafter keeps for all rows together, without an axis of rows; None: nothing.
     """
@@ -100,6 +102,7 @@ class DecodeState:
     vocab_size: int = jax.tree.static()
     lag: int = jax.tree.static(default=0)
     depth: int = jax.tree.static(default=0)
+    confidence: float | None = jax.tree.static(default=None)
     logprobs: Logprobs | None = None
     shared: Any = None
 

@@ -11,7 +11,7 @@ import pytest
 
 import specjax
 from checkpoints_tools.quantization import quantize
-from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel
+from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel, PromptLookup, Spectra
 from specjax.generation.decoding import start
 from specjax.model.layers import Linear
 from specjax.speculation.rounds import step
@@ -52,7 +52,7 @@ DRAFTERS = {
     "skipping": LayerSkip((0,)),
     "two levels": MultiLevel(DraftModel(INT8, 6), DraftModel(MXFP4, 2)),
     "two levels in one cache": MultiLevel(
-        DraftModel(INT8, 6, share_cache=True), LayerSkip((0,), 2)
+        DraftModel(INT8, 6, confidence=0.2, share_cache=True), LayerSkip((0,), 2)
     ),
     "three levels": MultiLevel.of(
         [DraftModel(INT8, 6, schedule=Heuristic()), DraftModel(MXFP4, 3), DraftModel(OTHER, 2)]
@@ -149,7 +149,8 @@ def test_layers_that_cannot_be_skipped() -> None:
 def test_ml_specqds_settings() -> None:
     outer, inner = DraftModel(MXFP4, share_cache=True), DraftModel(OTHER, 2)
     papers = MultiLevel.paper(outer, inner)
-    assert (papers.outer.draft_length, papers.outer.share_cache) == (8, True)
+    assert (papers.outer.draft_length, papers.outer.confidence) == (8, 0.4)
+    assert papers.outer.share_cache
     assert (papers.inner.draft_length, papers.inner.confidence) == (8, 0.4)
     translated = specjax.TranslatedDraft(OTHER, small_tokenizers.OTHER, small_tokenizers.TINY)
     assert MultiLevel.paper(outer, translated).inner.confidence == 0.65
@@ -173,6 +174,19 @@ def test_an_unsure_draft_ends_at_once() -> None:
     drafter = DraftModel(OTHER, 6, confidence=1.0)
     result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter)
     assert (result.stats.drafted == result.stats.rounds).all()
+
+
+@pytest.mark.parametrize("inner", [PromptLookup(3), Spectra(3, 2, 2, capacity=64)], ids=type)
+def test_what_drafts_for_a_level_does_not_move_its_end(inner: specjax.Drafter) -> None:
+    """A level with confidence ends its drafts at the tokens at which its model alone does."""
+    outer = DraftModel(INT8, 6, confidence=0.3)
+    alone, level = (
+        specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter).stats
+        for drafter in (outer, MultiLevel(outer, inner))
+    )
+    jax.tree.map(np.testing.assert_array_equal, alone, level)
+    drafted, rounds = alone.drafted.sum(), alone.rounds.sum()
+    assert rounds < drafted < 5 * rounds, "a case that tests nothing"
 
 
 @pytest.mark.parametrize("name", representatives(["a cast", "adaptive", "two levels"], "a cast"))

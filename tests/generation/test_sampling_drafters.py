@@ -63,7 +63,7 @@ DRAFTERS = {
     "skipping": LayerSkip((0,), 2),
     "two levels": MultiLevel(DraftModel(MXFP4, 3), DraftModel(OTHER, 1)),
     "two levels in one cache": MultiLevel(
-        DraftModel(INT4, 3, share_cache=True), LayerSkip((1,), 2)
+        DraftModel(INT4, 3, confidence=0.3, share_cache=True), LayerSkip((1,), 2)
     ),
     "three levels": MultiLevel.of(
         [DraftModel(INT4, 3, schedule=Heuristic()), DraftModel(MXFP4, 2), DraftModel(OTHER, 1)]
