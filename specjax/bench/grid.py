@@ -20,6 +20,7 @@ from specjax.bench.cells import MEASURED, PLAIN, Cell, cell_of, group_name
 from specjax.bench.chunks import Chunk, chunks
 from specjax.bench.environment import environment
 from specjax.bench.halves import Halves, run_halves
+from specjax.bench.mappings import forget_programs
 from specjax.bench.turns import take_turns
 from specjax.checks import check_integer
 from specjax.drafting import Autoregressive, Drafter
@@ -122,6 +123,7 @@ def bench(
                 continue
             for cell in _measured(group, turns, options, show.advance):
                 results.add(cell.record())
+            forget_programs()
         results.finish(order)
         return [cell_of(results.records[key], out) for key in order]
 
