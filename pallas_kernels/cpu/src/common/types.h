@@ -112,7 +112,8 @@ enum class Way { kPanels, kFewRows, kTiles };
 struct Preparation {
   Arithmetic arithmetic;
   Way way;
-  int64_t inputs;      // padded with zeros
+  int64_t k;           // inputs of x
+  int64_t inputs;      // those padded with zeros
   int64_t group_size;  // for integers: inputs per scale
   int64_t sum_size;    // inputs per sum of x, or 0 for no sums
   int levels;          // for kInteger: the largest magnitude

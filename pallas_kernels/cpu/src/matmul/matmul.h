@@ -22,7 +22,8 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
   const uint32_t* words = p.words<A>(row, start);
   static_assert(kSliceWords<A> % kWordsPerAsk == 0);
   typename Sums<A>::Vector sums[R][kVectors] = {};
-  for (int64_t i = 0; i < p.segment<A>() / kPerWord<A>; ++i) {
+  const int64_t inputs = p.inputs_from(start, p.segment<A>());
+  for (int64_t i = 0; i < inputs / kPerWord<A>; ++i) {
     if (i % kWordsPerAsk == 0) ahead.ask();
     Word weights[kVectors];
     SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) weights[v] = panel[i * kVectors + v];
@@ -67,6 +68,7 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
     const int64_t run = in_nibbles(kind) ? s % 2 : s >= segments;
     const int64_t i = (in_nibbles(kind) ? s / 2 : s - run * segments) * p.segment<A>();
     const int64_t start = run_start<A>(p.w, chunk, run) + i;
+    if (start >= p.how.k) continue;
     Group group[kVectors];
     const Place place = Place::of<A>(p, start);
     for (int v = 0; v < kVectors; ++v) group[v] = groups.read(v, place.group);
@@ -152,6 +154,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
   how.levels = levels;
   how.rows = x.m;
+  how.k = x.k;
   // Codes of 4 bits are multiplied faster as bfloat16, where there is a product for that.
   const bool codes = w.kind == Kind::kInt4 || w.kind == Kind::kMxfp4;
   const bool wide = x.bfloat16 && w.quantized() && !(codes && kHasBf16);

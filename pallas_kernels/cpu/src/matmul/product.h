@@ -9,6 +9,9 @@ namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kSmallestGroup = 32;
 
+// A slice is as long as the smallest group: no segment ends inside it.
+inline constexpr int kSliceInputs = kSmallestGroup;
+
 // Words of x that meet one word of a weight.
 template <Arithmetic A>
 inline constexpr int kWordsOfX = A == Arithmetic::kInteger16 ? 2 : 1;
@@ -77,6 +80,13 @@ struct Product {
   template <Arithmetic A>
   int64_t segment() const {
     return w.quantized() && w.group_size < kRun<A> ? w.group_size : kRun<A>;
+  }
+
+  // How many of the `size` inputs from `start` on are multiplied: those before the padding, in
+  // whole slices.
+  int64_t inputs_from(int64_t start, int64_t size) const {
+    const int64_t left = (how.k - start + kSliceInputs - 1) / kSliceInputs * kSliceInputs;
+    return left < 0 ? 0 : left < size ? left : size;
   }
 
   // The words of row `row` from input `start` on; of few rows, those of the portion's first row.
