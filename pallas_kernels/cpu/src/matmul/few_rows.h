@@ -87,11 +87,7 @@ class FewRows {
           palettes_[v] = palette_of(p_.w, n_[v], run_start<A>(p_.w, chunk, 0));
         }
       }
-      if (p_.how.k < run_start<A>(p_.w, chunk, 0) + kChunkSpan) {
-        add_end(chunk, from, y);
-      } else {
-        add_chunk<true>(chunk, from, y);
-      }
+      add_chunk(chunk, from, y);
     }
   }
 
@@ -101,8 +97,6 @@ class FewRows {
   static constexpr int64_t kWordBytes = 4, kLineBytes = kTileRows * kWordBytes;
   static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTileRows;
   static constexpr bool kWholeChunks = kind <= Kind::kInt8;
-  // From a chunk's first input to the one behind its last one.
-  static constexpr int64_t kChunkSpan = kRun<A> + (in_nibbles(kind) ? kPlane : kRun<A>);
   static constexpr int64_t kTiles = (V * kLanes + kTileRows - 1) / kTileRows;
   // Runs that lie in the same words are summed together, if there are registers for both.
   static constexpr bool kSameWords = Decode::kRuns == 2;
@@ -111,37 +105,23 @@ class FewRows {
   static constexpr int kSlices = kRun<A> / kSliceInputs, kDepth = kSliceWords<A> * kWordsOfX<A>;
   static constexpr int kSliceLines = kRunBytes / kSlices / kLineBytes;
 
-  // Adds a chunk, without the padding behind x's inputs if kWhole is false. The order in which
-  // segments end does not depend on the number of rows. Those of runs that share words alternate.
-  template <bool kWhole>
+  // The order in which segments end does not depend on the number of rows. Those of runs that share
+  // words alternate.
   SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* const* from, Float (*y)[V]) {
     const int64_t start = run_start<A>(p_.w, chunk, 0);
-    const auto slices_of = [&](int64_t run) SPECJAX_LAMBDA {
-      const int64_t first = start + run * (kSameWords ? kPlane : kRun<A>);
-      return kWhole ? int64_t{kSlices} : p_.inputs_from(first, kRun<A>) / kSliceInputs;
-    };
     if constexpr (kRuns == 2) {
-      add_runs<0>(start, from, 0, 0, slices_of(0), y);
+      add_runs<0>(start, from, 0, 0, kSlices, y);
     } else if constexpr (kSameWords) {
       const int64_t length = p_.segment<A>() / kSliceInputs;
-      const auto last = [&](int64_t slice, int64_t run) SPECJAX_LAMBDA {
-        const int64_t end = slice + length, slices = slices_of(run);
-        return kWhole || end < slices ? end : slices;
-      };
-      for (int64_t slice = 0; slice < slices_of(0); slice += length) {
-        add_runs<0>(start, from, 0, slice, last(slice, 0), y);
-        add_runs<1>(start + kPlane, from, 0, slice, last(slice, 1), y);
+      for (int64_t slice = 0; slice < kSlices; slice += length) {
+        add_runs<0>(start, from, 0, slice, slice + length, y);
+        add_runs<1>(start + kPlane, from, 0, slice, slice + length, y);
       }
     } else {
       for (int run = 0; run < 2; ++run) {
-        add_runs<0>(start + run * kRun<A>, from, run * kRunBytes, 0, slices_of(run), y);
+        add_runs<0>(start + run * kRun<A>, from, run * kRunBytes, 0, kSlices, y);
       }
     }
-  }
-
-  // Out of line, so that `add` stays small.
-  __attribute__((noinline)) void add_end(int64_t chunk, const uint8_t* const* from, Float (*y)[V]) {
-    add_chunk<false>(chunk, from, y);
   }
 
   // Adds slices begin … last - 1 of runs first … first + kRuns - 1: the first of them begins at
@@ -178,9 +158,9 @@ class FewRows {
         }
       }
       const int64_t end = (slice + 1) * kSliceInputs;
-      if ((end & (segment - 1)) != 0 && slice + 1 < last) continue;
+      if ((end & (segment - 1)) != 0) continue;
       SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-        end_segment(start + run * kPlane + ((end - 1) & -segment), sums[run], y);
+        end_segment(start + run * kPlane + end - segment, sums[run], y);
       }
     }
   }
