@@ -39,11 +39,12 @@ def _save(figure: Any, path: Path) -> None:
 
 def _instruct(path: Path) -> None:
     """SmolLM2's speed-up over plain decoding on real prompts, with intervals."""
-    from benchmarks.support.quotes import INSTRUCT, instruct
+    from benchmarks.support.quotes import INSTRUCT, INSTRUCT_RESULT, instruct
 
     lines = instruct()
-    figure, axes = _figure(0.9 + 0.45 * len(lines))
-    for height, name, color in zip((-0.2, 0.2), INSTRUCT, ("#3b6ea8", "#c98b3c"), strict=True):
+    figure, axes = _figure(0.9 + 0.6 * len(lines))
+    heights, colors = (-0.3, -0.1, 0.1, 0.3), ("#3b6ea8", "#9db9d8", "#c98b3c", "#e6c79f")
+    for height, name, color in zip(heights, INSTRUCT, colors, strict=True):
         rows = [(place + height, line[name]) for place, line in enumerate(lines) if line[name]]
         values = [row["speedup"] for _, row in rows]
         spread = [
@@ -51,14 +52,14 @@ def _instruct(path: Path) -> None:
             for end in ("low", "high")
         ]
         places = [place for place, _ in rows]
-        axes.barh(places, values, 0.38, xerr=spread, color=color, label=name, ecolor="0.3")
+        axes.barh(places, values, 0.19, xerr=spread, color=color, label=name, ecolor="0.3")
     axes.axvline(1, color="0.2", linewidth=1, zorder=0)
     names = [f"{line['drafter']}\n{line['model']}" for line in lines]
     axes.set_yticks(range(len(lines)), names, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper right")
-    environment = load(INSTRUCT["batch 1"]).environment
+    environment = load(INSTRUCT_RESULT).environment
     axes.set_xlabel(
         "speed-up over plain decoding of the same model (the line)\nSmolLM2-135M-Instruct, "
         f"real prompts, {environment['cores']} cores of an {environment['processor']}", fontsize=8,

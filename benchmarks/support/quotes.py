@@ -120,10 +120,13 @@ def _gains() -> str:
     return table(lines, list(lines[0]))
 
 
-# SmolLM2's files of results, by the column that README shows.
+INSTRUCT_RESULT = "epyc/smollm2_drafters"
+# Its cells, by the column that README shows.
 INSTRUCT = {
-    "batch 1": "epyc/smollm2_drafters_1",
-    "batch 8": "epyc/smollm2_drafters_8",
+    "batch 1": {"batch": 1, "temperature": 0.0},
+    "batch 1, sampled": {"batch": 1, "temperature": 0.7},
+    "batch 8": {"batch": 8, "temperature": 0.0},
+    "batch 8, sampled": {"batch": 8, "temperature": 0.7},
 }
 HELD = {
     "gguf": "4 bits", "bfloat16": "bfloat16", "bfloat12": "12 bits, exact",
@@ -134,8 +137,9 @@ DRAFTER = re.compile(r"^(plain|nested|8 bits), |, (12 bits|16 bits|8 bits|nested
 
 
 def instruct() -> list[dict[str, Any]]:
-    """SmolLM2's drafters on real prompts, what loses at batch 1 first; a result per column."""
-    columns = {name: select(load(file).rows, kind="all") for name, file in INSTRUCT.items()}
+    """SmolLM2's drafters on real prompts, what loses at batch 1 first; a row per column."""
+    rows = select(load(INSTRUCT_RESULT).rows, kind="all")
+    columns = {name: select(rows, **cell) for name, cell in INSTRUCT.items()}
     bases = "plain, gguf", "plain, bfloat16"
     first = [row for row in columns["batch 1"] if row["drafter"] not in bases]
     lines = []
@@ -143,8 +147,8 @@ def instruct() -> list[dict[str, Any]]:
         drafter = row["drafter"]
         shown = "none" if drafter.startswith("plain") else DRAFTER.sub("", drafter)
         line = {"drafter": shown, "model": HELD[row["target"]]}
-        for name, rows in columns.items():
-            line[name] = next(iter(select(rows, drafter=drafter)), None)
+        for name, cells in columns.items():
+            line[name] = next(iter(select(cells, drafter=drafter)), None)
         lines.append(line)
     return lines
 
