@@ -1,7 +1,7 @@
-"""Room for compiled programs: Linux limits the mappings of a process, and XLA ends in a crash there.
+"""Room for compiled programs: Linux limits a process's mappings, and XLA ends in a crash there.
 
-Every compiled program stays mapped. One whose layers are not in a stack takes over a thousand
-mappings of the 65,530 that are usual.
+Every compiled program stays mapped. One whose layers are not in a stack takes many of the 65,530
+mappings that are usual.
 """
 
 from __future__ import annotations
