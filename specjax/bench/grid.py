@@ -87,7 +87,8 @@ def bench(
     """Measures drafters beside plain decoding, greedily.
 
     Programs are compiled before they are timed. Prompts are read within the time. Every output is
-    compared with plain decoding's.
+    compared with plain decoding's. Compiled programs, the caller's too, are forgotten between
+    groups where they take much of the mappings that Linux allows a process.
 
     Args:
       subjects: models, drafters and prompts.

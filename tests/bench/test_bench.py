@@ -50,6 +50,14 @@ def test_every_cell_is_measured(cells) -> None:
     assert all(ratio == 1 for cell in cells[1] if cell.drafter == PLAIN for ratio in cell.ratios)
 
 
+def test_programs_may_be_forgotten_after_every_group(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr("specjax.bench.grid.forget_programs", lambda: asked.append(1))
+    subject = Subject("random", PARAMS, {}, {"first": PROMPTS[:1], "second": PROMPTS[:1]})
+    bench([subject], max_new_tokens=2, turns=1)
+    assert len(asked) == 2
+
+
 def test_counts_are_those_of_decode(cells) -> None:
     results = {
         name: [
