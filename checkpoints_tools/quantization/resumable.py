@@ -24,7 +24,6 @@ from checkpoints_tools.quantization.working_folder import WorkingFolder
 from pallas_kernels import cpu
 from pallas_kernels.cpu.native import instruction_sets
 from specjax.files import interruption
-from specjax.files.atomic_directory import remove
 from specjax.files.disk_space import is_disk_full, room_for
 from specjax.model.config import ModelConfig
 from specjax.model.layers import LINEARS, Layer
@@ -106,7 +105,7 @@ class ResumableRun(Watcher):
     def _undo(self) -> str | None:
         """Keeps the finished layers of a run that is told to end, and says so."""
         if not self._folder.holds_layers:
-            remove(self._folder.path)
+            interruption.discard(self._folder.path)
             return None
         kept = f"{self._done} of {self._layers} layers are kept in {self._folder.path}"
         return f"{kept}, and the same command goes on from there"

@@ -66,7 +66,7 @@ def beside(target: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         with interruption.undisturbed():
             temporary, lock = _make_temporary(target)
-            stack.enter_context(interruption.unfinished(partial(remove, temporary)))
+            stack.enter_context(interruption.unfinished(partial(interruption.discard, temporary)))
         try:
             yield temporary
         finally:

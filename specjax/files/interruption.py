@@ -6,6 +6,9 @@ the memory away from under the threads of a program that XLA still runs. A comma
 in a thread of its own (`listen`). The thread undoes what is `unfinished` and ends the process
 without unwinding.
 
+Threads of other libraries write on meanwhile, and may make a directory again that was just removed.
+So directories are removed last, by a program that takes the process's place and has no threads.
+
 A library does not do this to its caller: without `listen`, exceptions unwind as always.
 """
 
@@ -16,6 +19,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 Undo = Callable[[], str | None]
@@ -27,7 +31,11 @@ SIGNALS = {
 }
 CLOSED_PIPE = 128 + signal.SIGPIPE  # the status of the shell's tools when nobody reads their output
 
+# Removes the directories that it is given, and ends with the status that comes first.
+_REMOVE = 'status=$1; shift; rm -rf -- "$@"; exit "$status"'
+
 _unfinished: dict[object, Undo] = {}
+_discarded: list[str] = []
 _lock = threading.RLock()
 
 
@@ -45,6 +53,11 @@ def unfinished(undo: Undo) -> Iterator[None]:
         yield
     finally:
         del _unfinished[key]
+
+
+def discard(directory: Path) -> None:
+    """Has a directory removed at the end of the process, for an `undo` to call."""
+    _discarded.append(str(directory))
 
 
 def undisturbed() -> contextlib.AbstractContextManager[bool]:
@@ -117,6 +130,9 @@ def _wait(heard: int, program: str) -> NoReturn:
             begin = "\n" if os.isatty(words) else ""
             line = "; ".join([SIGNALS[signal.Signals(number)], *kept])
             os.write(words, f"{begin}{program}: {line}\n".encode(errors="replace"))
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second signal changes nothing
+            if _discarded:
+                os.execv("/bin/sh", ["sh", "-c", _REMOVE, "sh", str(128 + number), *_discarded])
         finally:
             os._exit(128 + number)
 

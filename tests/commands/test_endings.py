@@ -32,6 +32,25 @@ with replacing(Path(sys.argv[1])) as directory, interruption.unfinished(lambda: 
     each = Finalized()
     del each
 """
+REMAKING = """
+import sys, threading, time
+from pathlib import Path
+from specjax.files import interruption
+from specjax.files.atomic_directory import replacing
+
+interruption.listen("program")
+
+def remake(part):
+    while True:
+        part.mkdir(parents=True, exist_ok=True)
+
+late = interruption.unfinished(lambda: time.sleep(0.1))  # undone after the directory
+with late, replacing(Path(sys.argv[1])) as directory:
+    for name in "abc":
+        threading.Thread(target=remake, args=(directory / name,), daemon=True).start()
+    print("begun", flush=True)
+    time.sleep(60)
+"""
 FORKING = """
 import os, time
 from specjax.files import interruption
@@ -84,6 +103,13 @@ def test_the_unfinished_is_undone(tmp_path: Path, number: int, status: int, line
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     assert len(list(tmp_path.iterdir())) == 1
     assert ended(process, number) == (status, line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_threads_make_again_is_removed(tmp_path: Path) -> None:
+    process = start([sys.executable, "-c", REMAKING, str(tmp_path / "out")])
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    assert ended(process, signal.SIGINT) == (130, "program: interrupted\n")
     assert not list(tmp_path.iterdir())
 
 
