@@ -107,6 +107,7 @@ def test_round_trip(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 # Values that arithmetic would change come back too: NaN with its payload, infinities, -0.
 # Every format of weight, with and without its optional parts, in a model that mixes them.
+@pytest.mark.exhaustive
 def test_round_trip_of_every_format(tmp_path: Path) -> None:
     params = random_model()
     shapes = [linear.weight.shape for linear in params.linears()]

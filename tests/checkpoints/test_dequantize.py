@@ -95,6 +95,7 @@ def test_convert_rounds_again_and_says_so(tmp_path: Path) -> None:
             np.testing.assert_array_equal(values_of(weight), values_of(expected[name]))
 
 
+@pytest.mark.exhaustive
 def test_commands_round_again_and_say_so() -> None:
     with pytest.warns(UserWarning, match="tiny is quantized already; its weights are rounded"):
         target = load_target("tiny", "rtn", 32)

@@ -103,6 +103,7 @@ def test_real_models_come_back(name: str, request: pytest.FixtureRequest) -> Non
         same_bits(specjax.dequantize(specjax.quantize(params, "bfloat12")), params)
 
 
+@pytest.mark.exhaustive
 def test_its_bytes() -> None:
     """At most 1.02 times those of the bfloat16 model, head and embedding included."""
     params = specjax.load("tiny-16bit")

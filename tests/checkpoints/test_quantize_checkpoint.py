@@ -105,6 +105,7 @@ class CutError(Exception):
 
 # The finished layers are not computed again, and the hidden states behind them are the same bits:
 # from the second layer on, a run no longer needs the first one's weights.
+@pytest.mark.exhaustive
 def test_resumed_from_the_folder(tmp_path: Path) -> None:
     params, recipe = random_model(), Recipe("act-order+gptq", 32)
     weights = named_weights(params)

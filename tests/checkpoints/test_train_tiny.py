@@ -101,6 +101,7 @@ def test_a_killed_run_goes_on_to_identical_parameters(
     assert jax.tree.all(same)
 
 
+@pytest.mark.exhaustive
 def test_the_export_reads_back(whole: Path) -> None:
     config = json.loads((whole / "hf" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

@@ -19,6 +19,7 @@ def _bench(*arguments: str) -> int:
     return main(["bench", *SMALL, *arguments])
 
 
+@pytest.mark.exhaustive
 def test_bench_measures_and_prints_tables(tmp_path: Path, capsys) -> None:
     prompts, out = tmp_path / "tales.txt", tmp_path / "results.jsonl"
     prompts.write_text("Once upon a time\nThere was a king\nA long text that has many words " * 9)

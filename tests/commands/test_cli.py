@@ -64,6 +64,7 @@ def test_an_empty_stop_is_refused(capsys) -> None:
     assert "--stop must name a text, got an empty one" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_sampling_follows_the_seed(capsys) -> None:
     runs = [_generate(capsys, "--temperature", "1", "--seed", seed) for seed in ("1", "1", "2")]
     texts = [run.rsplit("\n\n", 1)[0] for run in runs]
@@ -95,6 +96,7 @@ def test_samples_and_log_probabilities_that_cannot_be_shown(options, sentence, c
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_log_probabilities_of_every_token(capsys) -> None:
     """Greedy: the token itself is the most probable one."""
     _, _, table = _generate(capsys, "--logprobs", "2").rpartition("most probable\n")
@@ -122,6 +124,7 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
         pytest.param("--draft mxfp4 --draft ngram --draft-length 6", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_draft_models_do_not_change_the_text(options, capsys) -> None:
     command = ["--model", "tiny-16bit", "--drafter"]
     drafted = _generate(capsys, *command, "draft-model", *options.split())
@@ -226,6 +229,7 @@ def test_sampling_options_reach_the_sampler(llama, capsys) -> None:
     assert capsys.readouterr().out.count("w5 ") > 15
 
 
+@pytest.mark.exhaustive
 def test_output_keeps_to_a_grammar(capsys, tmp_path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"enum": ["red", "green"]}')
@@ -378,6 +382,7 @@ def test_trace_keeps_the_spaces_of_sentencepiece(llama, capsys) -> None:
     assert "{+ w" in traced and "[- w" in traced
 
 
+@pytest.mark.exhaustive
 def test_trace_leaves_stop_tokens_out(llama, capsys, monkeypatch) -> None:
     command = ["generate", "w72 w33 w44", "--max-new-tokens", "40", "--trace"]
     assert main(command) == 0

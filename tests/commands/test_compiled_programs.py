@@ -85,6 +85,7 @@ def test_a_drafter_of_the_callers_own_is_traced(tmp_path: Path) -> None:
         assert _printed(TRACES.format(drafter="Own()"), tmp_path).startswith("True True True ")
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
     program = TRACES.format(drafter="Autoregressive()")
     first = _printed(program, tmp_path)

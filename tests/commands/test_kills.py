@@ -60,7 +60,7 @@ LINES = ("evaluate", "table", "bench")  # their outputs grow line by line
 GROWING = ("train", *LINES)  # what they leave may be less than the whole
 ADDING = ("export", "generate")  # they replace nothing, or add to what is there
 CASES = [
-    pytest.param("convert", 2),
+    pytest.param("convert", 1),
     *(pytest.param(name, TIMES, marks=pytest.mark.exhaustive) for name in COMMANDS),
 ]
 

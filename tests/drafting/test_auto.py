@@ -116,6 +116,7 @@ DETERMINISTIC = {
 
 
 @pytest.mark.parametrize("name", representatives(DETERMINISTIC, "prompt lookup"))
+@pytest.mark.exhaustive
 def test_drafts_without_chance_leave_the_sampled_tokens_as_they_are(name: str) -> None:
     sampling = Sampling(temperature=0.4, top_p=0.9, repetition_penalty=1.1)
     plain = decode(specjax.Autoregressive(), sampling)
@@ -124,6 +125,7 @@ def test_drafts_without_chance_leave_the_sampled_tokens_as_they_are(name: str) -
     assert int(ours.stats.accepted.sum()) > 0, "a case that tests nothing"
 
 
+@pytest.mark.exhaustive
 def test_rows_in_a_queue_sample_what_they_sample_alone() -> None:
     options = {
         "max_new_tokens": 10, "sampling": Sampling(temperature=0.7), "stop_tokens": (),
@@ -159,6 +161,7 @@ def test_a_refused_model_is_tried_again() -> None:
     assert kept[0] < 0.1 * assumed and kept[-1] > 0.9 * assumed and kept == sorted(kept)
 
 
+@pytest.mark.exhaustive
 def test_a_round_of_the_model_is_averaged_whole() -> None:
     """A row that drafted learns what the batch's round took; one that did not keeps its own."""
     drafter = specjax.Auto(costs([1, 2, 3, 4], 0.5), specjax.QSpec(7))

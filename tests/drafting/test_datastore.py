@@ -165,6 +165,7 @@ class _Numbers:
         return " ".join(map(str, ids))
 
 
+@pytest.mark.exhaustive
 def test_refinement_keeps_what_the_model_would_write(corpus, tmp_path) -> None:
     params, path, own = corpus
     store = build_datastore(params, _Numbers(), path, tmp_path / "out", keep=6, rows=4)

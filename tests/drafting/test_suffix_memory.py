@@ -187,6 +187,7 @@ def test_no_output_depends_on_the_memory_or_the_order_of_prompts(sampled: bool) 
     assert accepted["cold"] == accepted["default"]
 
 
+@pytest.mark.exhaustive
 def test_prompts_of_a_call_share_a_memory_and_the_next_call_profits_from_it() -> None:
     first = specjax.decode_many(
         PARAMS, [PROMPTS[0]] * 2, rows=1, drafter=auto(None), **options(False)

@@ -107,6 +107,7 @@ class Chat(Characters):
         return "".join(turns) + "<assistant>"
 
 
+@pytest.mark.exhaustive
 def test_questions_are_put_into_the_chat_template(folder) -> None:
     conversation, sums = evaluate(
         PARAMS, Chat(), ["mt_bench", "gsm8k"], folder, chat=True, **OPTIONS
@@ -299,6 +300,7 @@ def test_arguments_that_are_refused(change, message, folder) -> None:
         _evaluate(folder, **change)
 
 
+@pytest.mark.exhaustive
 def test_the_table(folder) -> None:
     seen = set()
     tasks = ["gsm8k", "winogrande"]

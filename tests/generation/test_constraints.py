@@ -35,7 +35,7 @@ DRAFTERS: dict[str, specjax.Drafter] = {
     "another model's cache": specjax.DraftModel(PARAMS, 2),
     "two levels": specjax.MultiLevel(specjax.QSpec(3), specjax.NGram(2)),
 }
-KINDS = ("ANPD", "a tree")
+KINDS = ("a tree",)
 
 
 def _constraint(name: str, drafts: bool) -> Constraint:
@@ -138,6 +138,7 @@ def test_a_stream_and_a_queue_are_the_same() -> None:
     ],
     ids=["regex", "lark"],
 )
+@pytest.mark.exhaustive
 def test_other_grammars(made: Any, pattern: str) -> None:
     output = specjax.generate(
         PARAMS, TOKENIZER, "Once upon a time", constraint=made(), max_new_tokens=64, rows=4,

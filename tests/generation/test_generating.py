@@ -120,6 +120,7 @@ def test_a_stop_text_ends_the_text(plain) -> None:
 
 
 @pytest.mark.parametrize("drafter", [left_out(specjax.Autoregressive()), specjax.QSpec()], ids=repr)
+@pytest.mark.exhaustive
 def test_samples_do_not_depend_on_their_company(drafter) -> None:
     """Nor on how many there are; sample j is that of `decode` with the key folded j times."""
     key = jax.random.key(4)

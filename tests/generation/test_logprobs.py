@@ -116,6 +116,7 @@ def test_they_end_where_a_row_ends(plain) -> None:
 
 
 @pytest.mark.recompiled
+@pytest.mark.exhaustive
 def test_a_queue_changes_no_bit(plain) -> None:
     many = specjax.decode_many(
         PARAMS, [*PROMPTS, [], PROMPTS[0]], rows=2, max_new_tokens=NEW, stop_tokens=(),

@@ -87,7 +87,7 @@ DRAFTERS = {
     "spectra below a cast": MultiLevel(DraftModel(MXFP4, 3), Spectra(3, 1, 2, capacity=64)),
 }
 # A model that drafts chains, and trees of guesses without a model.
-KINDS = ("another model", "spectra and a corpus")
+KINDS = ("another model",)
 EVERYTHING = Sampling(
     temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3, presence_penalty=0.4,
     frequency_penalty=0.5, logit_bias={1: 0.5, 4: -0.5},

@@ -79,12 +79,14 @@ def test_a_number_may_be_traced(expected: list[np.ndarray]) -> None:
     np.testing.assert_array_equal(decoded(0.4)[0], expected[0])
 
 
+@pytest.mark.exhaustive
 def test_prompts_of_a_queue_draw_by_their_own_numbers(expected: list[np.ndarray]) -> None:
     found = specjax.decode_many(PARAMS, PROMPTS, rows=2, sampling=_of_all(), key=KEY, **OPTIONS)
     for each, tokens in zip(found, expected, strict=True):
         np.testing.assert_array_equal(each.tokens, tokens[: len(each.tokens)])
 
 
+@pytest.mark.exhaustive
 def test_texts_draw_by_their_own_numbers() -> None:
     tokenizer = WordTokenizer(CONFIG.vocab_size)
     texts = ["w5 w6 w7", "w8", "w9 w3"]

@@ -205,6 +205,7 @@ def test_a_levels_own_cache_is_what_its_model_writes() -> None:
     same_entries(own.with_lengths(jnp.minimum(own.lengths, state.lengths - 1)), again.cache)
 
 
+@pytest.mark.exhaustive
 def test_the_drafter_is_told_what_the_target_would_say_after_every_node() -> None:
     """Also after those that are not verifiable, and when sampling."""
     drafter = DRAFTERS["not all verifiable"]

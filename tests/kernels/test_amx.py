@@ -50,6 +50,7 @@ BFLOAT12 = "tests/kernels/test_bfloat12.py"
         left_out(("exhaustive", (ATTENTION,), 1)),
     ],
 )
+@pytest.mark.exhaustive
 def test_by_tiles(
     selection: str, modules: tuple[str, ...], products: int, emulator: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,8 @@ from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.weight_values import dequantize
-from tests.support.random_weights import FORMATS, random_int4, random_rows
+from tests.support.covering import representatives
+from tests.support.random_weights import FORMATS, SOME, random_int4, random_rows
 from tests.support.random_weights import random_weights as make_weights
 
 Implementation = Callable[..., jax.Array]
@@ -66,6 +67,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 FUSED = [name for name in instruction_sets() if name != "portable"]  # they round a · b + c once
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 formats = pytest.mark.parametrize("name", FORMATS)
+some_formats = pytest.mark.parametrize("name", representatives(FORMATS, *SOME))
 
 
 def run(implementation: str, x: jax.Array, weight: Weight, activation: str) -> np.ndarray:
@@ -152,7 +154,7 @@ def test_every_number_of_rows(implementation: str) -> None:
 
 
 @implementations
-@formats
+@some_formats
 @pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> None:
     # A row has the same bits for M = 1 … 100 and at any position.
@@ -188,7 +190,7 @@ def test_8_bit_weights_read_bfloat16_as_integers_of_16_bits(implementation: str)
 
 
 @implementations
-@formats
+@some_formats
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.covering(1)
 def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str, dtype: str) -> None:

@@ -73,6 +73,7 @@ def test_programs_do_not_grow_with_the_layers() -> None:
     assert lines(3) == lines(9)
 
 
+@pytest.mark.exhaustive
 def test_layers_of_several_forms_stay_apart() -> None:
     """One layer in 16 bits, an outlier, or a window in some layers: nothing is stacked."""
     params = unstack_layers(quantized_model(DEEP))

@@ -42,6 +42,7 @@ def tokens_per_stream(client: openai.OpenAI) -> int:
     return sum(bool(event.choices[0].text) for event in stream)
 
 
+@pytest.mark.exhaustive
 def test_others_go_on_while_programs_of_grammars_compile(live, client, held_back) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(client.completions.create, **CHOICE) for _ in range(2)]

@@ -19,6 +19,7 @@ from checkpoints_tools.tokenizer import Tokenizer
 from specjax.serving import grammars
 from specjax.serving.requests import ChatRequest
 from tests.serving.conftest import TEMPLATE
+from tests.support.covering import left_out
 from tests.support.live_server import Live, sampling_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Write of a balloon."}]
@@ -105,7 +106,7 @@ def test_texts_keep_to_expressions_and_grammars(client, grammar, texts) -> None:
 DEEP: Any = {}
 for _ in range(300):
     DEEP = {"type": "array", "items": DEEP}
-HOSTILE: list[tuple[dict[str, Any], str]] = [
+HOSTILE = [
     ({"response_format": form({"type": "nonsense"})}, "the JSON schema is refused"),
     ({"response_format": form({"$ref": "#/$defs/none"})}, "the JSON schema is refused"),
     ({"response_format": form({"$ref": "http://127.0.0.1:1/x"})}, "the JSON schema is refused"),
@@ -116,7 +117,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {**form({}), "type": "text"}}, "json_schema goes with"),
     ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
     ({"guided_regex": "(?=x)"}, "the regular expression is refused"),
-    ({"guided_regex": "((a{900}){900}){900}"}, "the grammar cannot be followed"),
+    left_out(({"guided_regex": "((a{900}){900}){900}"}, "the grammar cannot be followed")),
     ({"guided_grammar": "begin: x"}, "the grammar is refused"),
     ({"guided_grammar": ""}, "a grammar must be a text that is not empty"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "exclude each other"),

@@ -28,6 +28,8 @@ FORMATS = (
     "int8-64", "int8-32-minima", "int8-channel", "nested8-64", "nested8-channel",
     "bfloat16", "float32", "bfloat12",
 )  # fmt: skip
+# One of each kind; the first ones meet every implementation where `covering` pairs the two.
+SOME = (*FORMATS[:5], "int4-32-minima", "mxfp4", "int8-64", "nested8-64", "bfloat16")
 
 
 def random_int4(
