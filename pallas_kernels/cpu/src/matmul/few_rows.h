@@ -119,7 +119,9 @@ class FewRows {
       }
     } else {
       for (int run = 0; run < 2; ++run) {
-        add_runs<0>(start + run * kRun<A>, from, run * kRunBytes, 0, kSlices, y);
+        const int64_t first = start + run * kRun<A>;
+        const int64_t slices = p_.inputs_from(first, kRun<A>) / kSliceInputs;
+        add_runs<0>(first, from, run * kRunBytes, 0, slices, y);
       }
     }
   }
@@ -158,9 +160,9 @@ class FewRows {
         }
       }
       const int64_t end = (slice + 1) * kSliceInputs;
-      if ((end & (segment - 1)) != 0) continue;
+      if ((end & (segment - 1)) != 0 && (kSameWords || slice + 1 < last)) continue;
       SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-        end_segment(start + run * kPlane + end - segment, sums[run], y);
+        end_segment(start + run * kPlane + ((end - 1) & -segment), sums[run], y);
       }
     }
   }

@@ -82,8 +82,7 @@ struct Product {
     return w.quantized() && w.group_size < kRun<A> ? w.group_size : kRun<A>;
   }
 
-  // How many of the `size` inputs from `start` on a panel multiplies: those before the padding, in
-  // whole slices.
+  // How many of the `size` inputs from `start` on stand before the padding, in whole slices.
   int64_t inputs_from(int64_t start, int64_t size) const {
     const int64_t left = (how.k - start + kSliceInputs - 1) / kSliceInputs * kSliceInputs;
     return left < 0 ? 0 : left < size ? left : size;
