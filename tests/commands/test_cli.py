@@ -117,11 +117,8 @@ def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
     "options",
     [
         "--draft mxfp4 --share-cache --draft-length 4",
-        pytest.param(
-            "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param("--draft mxfp4 --draft ngram --draft-length 6", marks=pytest.mark.exhaustive),
+        "--draft mxfp4 --draft-lm-head --draft tiny-16bit --draft-length 4,2 --confidence 0.3",
+        "--draft mxfp4 --draft ngram --draft-length 6",
     ],
 )
 @pytest.mark.exhaustive

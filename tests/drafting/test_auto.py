@@ -115,7 +115,7 @@ DETERMINISTIC = {
 }
 
 
-@pytest.mark.parametrize("name", representatives(DETERMINISTIC, "prompt lookup"))
+@pytest.mark.parametrize("name", DETERMINISTIC)
 @pytest.mark.exhaustive
 def test_drafts_without_chance_leave_the_sampled_tokens_as_they_are(name: str) -> None:
     sampling = Sampling(temperature=0.4, top_p=0.9, repetition_penalty=1.1)

@@ -17,7 +17,6 @@ import pytest
 
 from pallas_kernels.cpu.native import instruction_sets
 from tests.conftest import ROOT
-from tests.support.covering import left_out
 
 SOURCE = Path(__file__).resolve().parents[1] / "native" / "amx_emulator.c"
 
@@ -46,8 +45,8 @@ BFLOAT12 = "tests/kernels/test_bfloat12.py"
     ("selection", "modules", "products"),
     [
         ("not exhaustive", (MATMUL, ATTENTION, BFLOAT12), 2),
-        left_out(("exhaustive", (MATMUL,), 2)),
-        left_out(("exhaustive", (ATTENTION,), 1)),
+        ("exhaustive", (MATMUL,), 2),
+        ("exhaustive", (ATTENTION,), 1),
     ],
 )
 @pytest.mark.exhaustive
