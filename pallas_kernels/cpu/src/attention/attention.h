@@ -1,19 +1,21 @@
 // Attention of one task over one block of slots.
 //
-// Keys and values are decoded to float32, a strip at a time. The lanes are slots for scores, and
-// features for mixed values, so both are the same small matrix product.
+// The lanes are slots for scores, and features for mixed values. Scores are products of pairs where
+// these serve (attention_pairs.h). Else keys are decoded to float32, a strip at a time, and scores
+// and mixed values are the same small matrix product (attention_product.h).
 //
 // Every sum runs over features, or over slots in the order of their numbers from the block's start.
 // A slot that a token does not see adds an exact zero. So a query's result is a function of that
 // query and of what it sees, whatever else shares the task.
 #pragma once
 
-#include "attention/attention_input.h"
+#include "attention/attention_pairs.h"
+#include "attention/attention_product.h"
 
 namespace specjax::SPECJAX_ISA {
 
-// Up to so many rows, values are decoded where they are used.
-inline constexpr int kDirectRows = kRows;
+// Up to so many rows, values are decoded where they are used, once per portion of rows.
+inline constexpr int kDirectRows = kLanes == 16 ? 4 * kRows : kRows;
 
 inline AttentionSizes attention_sizes(const Attention& a, int64_t tokens) {
   const Layout layout(a, tokens);
@@ -38,77 +40,6 @@ inline Float exp2(Float x) {
 }
 
 inline float exp2(float x) { return exp2(splat(x))[0]; }
-
-// --- y[row, column] += Σ_i x[row, i] · m[i, column], i in order.
-
-// m_stride: in bytes.
-struct Factors {
-  Factors(const float* x, int64_t x_stride, const void* m, int64_t m_stride, int64_t count,
-          Ahead* ahead = nullptr)
-      : x(x),
-        x_stride(x_stride),
-        m(static_cast<const uint8_t*>(m)),
-        m_stride(m_stride),
-        count(count),
-        ahead(ahead) {}
-
-  const float* x;
-  int64_t x_stride;
-  const uint8_t* m;
-  int64_t m_stride, count;
-  Ahead* ahead;  // what to prefetch while m is read from memory
-};
-
-template <typename Values, int R, int V, bool kAhead = Values::kAhead>
-inline void add_columns(const Factors& f, int64_t row, int64_t column, float* y, int64_t y_stride) {
-  Float sums[R][V];
-  const float* x = f.x + row * f.x_stride;
-  const uint8_t* m = f.m + column * Values::kSize;
-  y += row * y_stride + column;
-  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-    const float* from = y + r * y_stride;
-    SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = load<Float>(from + v * kLanes);
-  }
-  for (int64_t i = 0; i < f.count; ++i, m += f.m_stride) {
-    Float columns[V];
-    SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
-      const uint8_t* from = m + v * kLanes * Values::kSize;
-      if (kAhead && v * kLanes * Values::kSize % kLine == 0) f.ahead->ask();
-      columns[v] = Values::read(from);
-    }
-    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-      const Float value = splat(x[r * f.x_stride + i]);
-      SPECJAX_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = fma(columns[v], value, sums[r][v]);
-    }
-  }
-  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-    SPECJAX_UNROLL for (int v = 0; v < V; ++v) store(y + r * y_stride + v * kLanes, sums[r][v]);
-  }
-}
-
-template <typename Values, int R>
-inline void add_portion(const Factors& f, int64_t row, int64_t rows, int64_t columns, float* y,
-                        int64_t y_stride) {
-  if constexpr (R > 1) {
-    if (rows < R) return add_portion<Values, R - 1>(f, row, rows, columns, y, y_stride);
-  }
-  int64_t column = 0;
-  for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes) {
-    add_columns<Values, R, kVectors>(f, row, column, y, y_stride);
-  }
-  for (; column < columns; column += kLanes) add_columns<Values, R, 1>(f, row, column, y, y_stride);
-}
-
-// `columns`: a multiple of kLanes.
-template <typename Values>
-inline void add_product(const Factors& f, int64_t rows, int64_t columns, float* y,
-                        int64_t y_stride) {
-  const int64_t portions = (rows + kRows - 1) / kRows;
-  for (int64_t i = 0; i < portions; ++i) {
-    const int64_t row = rows * i / portions, next = rows * (i + 1) / portions;
-    add_portion<Values, kRows>(f, row, next - row, columns, y, y_stride);
-  }
-}
 
 // --- The softmax of a block.
 
@@ -150,13 +81,6 @@ inline void weigh(float* scores, const uint32_t* seen, int64_t count, float& max
 
 // --- A block.
 
-// A span, and the queries' scores or weights of its slots: [rows, stride].
-struct SpanWeights {
-  Span span;
-  float* values;
-  int64_t stride;
-};
-
 // The weights of one step's slots as these lie in memory: the context and, of a tree, the new
 // tokens. A token of a tree sees its path as if it were a chain: token number d of the path counts
 // as slot length + d, wherever it lies. Only its score and its weight change places. Along a path
@@ -193,26 +117,44 @@ inline void for_new_tokens(const Attention& a, const AttentionTask& task, const 
   }
 }
 
-inline void score(const Entries& entries, const SpanWeights& weights, const Layout& layout,
-                  float* scratch, Ahead& ahead) {
+inline void score_floats(const Entries& entries, const SpanWeights& weights, const Layout& layout,
+                         float* scratch, Ahead& ahead) {
   const Span& span = weights.span;
   if (span.strips == 0) return;
   float* keys = scratch + layout.keys;
   std::memset(weights.values, 0, layout.rows * weights.stride * sizeof(float));
+  const Factor queries{scratch, layout.features, entries.features, nullptr};
   for (int64_t i = 0; i < span.strips; ++i) {
     read_keys(entries, span.slot(i), span.end, keys, ahead);
-    const Factors factors(scratch, layout.features, keys, kStrip * sizeof(float), entries.features);
-    add_product<Floats>(factors, layout.rows, kStrip, weights.values + i * kStrip, weights.stride);
+    add_product(queries, Decoded{keys, kStrip}, layout.rows, kStrip, weights.values + i * kStrip,
+                weights.stride);
   }
 }
 
-// The same product, where values that are not finite reach only the rows that give them a weight.
-inline void add_careful(const Factors& f, int64_t rows, int64_t columns, float* y) {
+inline void score(const Attention& a, const AttentionTask& task, const Entries& keys,
+                  const BlockWeights& weights, const Layout& layout, float* scratch, Ahead& ahead) {
+  if constexpr (kHasBf16) {
+    if (pairs_serve(a)) {
+      copy_queries(a, task, layout, scratch);
+      score_pairs(a, keys, weights.context, layout, scratch, ahead);
+      score_pairs(a, keys, weights.fresh, layout, scratch, ahead);
+      return;
+    }
+  }
+  read_queries(a, task, layout, scratch);
+  score_floats(keys, weights.context, layout, scratch, ahead);
+  score_floats(keys, weights.fresh, layout, scratch, ahead);
+}
+
+// A product in which values that are not finite reach only the rows that give them a weight.
+inline void add_careful(const Factor& f, const Decoded& m, int64_t rows, int64_t columns,
+                        float* y) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < f.count; ++i) {
-      if (f.x[row * f.x_stride + i] == 0) continue;
-      const Factors one(f.x + row * f.x_stride + i, 1, f.m + i * f.m_stride, f.m_stride, 1);
-      add_product<Floats>(one, 1, columns, y + row * columns, columns);
+      const float* weight = f.x + row * f.x_stride + i;
+      if (*weight == 0) continue;
+      const Decoded slot{m.start + i * m.stride, m.stride};
+      add_product(Factor{weight, 1, 1, nullptr}, slot, 1, columns, y + row * columns, columns);
     }
   }
 }
@@ -226,29 +168,60 @@ inline bool all_finite(const float* values, int64_t count) {
   return sum_of_lanes(differences) == 0;
 }
 
+// Multiplies weights by the scales of the values of their slots, which hold codes. A weight of zero
+// stays zero, whatever the scale.
+inline void scale_weights(const Entries& entries, const SpanWeights& weights, int64_t rows) {
+  if (entries.kind < Cached::kCodes8) return;
+  const Span& span = weights.span;
+  for (int64_t i = 0; i < span.strips; ++i) {
+    alignas(64) float scales[kStrip] = {};
+    for (int64_t slot = 0; slot < span.count(i); ++slot) {
+      scales[slot] = entries.scales[(span.slot(i) + slot) * entries.heads];
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      float* of_strip = weights.values + row * weights.stride + i * kStrip;
+      for (int64_t slot = 0; slot < kStrip; slot += kLanes) {
+        const Float weight = load<Float>(of_strip + slot);
+        store(of_strip + slot, weight != 0 ? weight * load<Float>(scales + slot) : Float{});
+      }
+    }
+  }
+}
+
+// Mixes the values of a strip where they lie.
+inline void mix_stored(const Factor& f, const Entries& entries, int64_t slot, int64_t rows,
+                       float* sums) {
+  const auto add = [&](const auto& values) {
+    add_product(f, values, rows, entries.features, sums, entries.features);
+  };
+  if (entries.kind == Cached::kFloat32) return add(Stored<Cached::kFloat32>{entries, slot});
+  if (entries.kind == Cached::kBfloat16) return add(Stored<Cached::kBfloat16>{entries, slot});
+  if (entries.kind == Cached::kCodes8) return add(Stored<Cached::kCodes8>{entries, slot});
+  add(Stored<Cached::kCodes4>{entries, slot});
+}
+
 template <bool careful>
 inline void mix(const Entries& entries, const SpanWeights& weights, const Layout& layout,
                 float* values, float* sums, Ahead& ahead) {
   const Span& span = weights.span;
   const int64_t rows = layout.rows, features = layout.features;
-  const bool whole = entries.features == features;  // no vector reaches past a slot's values
+  // No vector reaches past a slot's values or, of nibbles, past a half.
+  const bool halves = entries.kind != Cached::kCodes4 || entries.bytes % kLanes == 0;
+  const bool whole = entries.features == features && halves;
+  const bool direct = whole && (rows <= kDirectRows || entries.kind == Cached::kFloat32);
   for (int64_t i = 0; i < span.strips; ++i) {
-    const float* of_strip = weights.values + i * kStrip;
-    const uint8_t* direct = entries.start + span.slot(i) * entries.stride;
-    const Factors factors(of_strip, weights.stride, direct, entries.stride, span.count(i), &ahead);
-    if (!careful && whole && entries.kind == Cached::kFloat32) {
-      add_product<Floats>(factors, rows, features, sums, features);
-    } else if (!careful && whole && entries.kind == Cached::kBfloat16 && rows <= kDirectRows) {
-      add_product<Bfloat16s>(factors, rows, features, sums, features);
+    Factor f{weights.values + i * kStrip, weights.stride, span.count(i), &ahead};
+    if (direct && !careful) {
+      mix_stored(f, entries, span.slot(i), rows, sums);
+      continue;
+    }
+    read_values(entries, span.slot(i), span.count(i), layout, values, ahead);
+    f.ahead = nullptr;
+    const Decoded decoded{values, features};
+    if (careful) {
+      add_careful(f, decoded, rows, features, sums);
     } else {
-      read_values(entries, span.slot(i), span.count(i), layout, values, ahead);
-      const Factors decoded(of_strip, weights.stride, values, features * sizeof(float),
-                            span.count(i));
-      if (careful) {
-        add_careful(decoded, rows, features, sums);
-      } else {
-        add_product<Floats>(decoded, rows, features, sums, features);
-      }
+      add_product(f, decoded, rows, features, sums, features);
     }
   }
 }
@@ -286,13 +259,13 @@ inline void attend_block(const Attention& a, const AttentionStep& step, const At
   const BlockWeights weights(a, task, span, layout, scratch);
   const Entries keys(a, task, a.keys), values(a, task, a.values);
   Ahead ahead(a, steps, 2 * span.strips * kStrip * head_lines(a));  // once per line of this step
-  read_queries(a, task, layout, scratch);
-  score(keys, weights.context, layout, scratch, ahead);
-  score(keys, weights.fresh, layout, scratch, ahead);
+  score(a, task, keys, weights, layout, scratch, ahead);
   weigh_block(a, task, span, weights, layout, scratch, sums);
   std::memset(weights.fresh.values, 0, layout.rows * weights.fresh.stride * sizeof(float));
   for_new_tokens(a, task, span, weights, layout.rows,
                  [](float& slot, float& token) { token = slot; });
+  scale_weights(values, weights.context, layout.rows);
+  scale_weights(values, weights.fresh, layout.rows);
   mix_block<false>(values, weights, layout, scratch + layout.values, sums, ahead);
   if (!all_finite(sums, layout.rows * layout.features)) {
     mix_block<true>(values, weights, layout, scratch + layout.values, sums, ahead);

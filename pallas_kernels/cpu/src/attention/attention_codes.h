@@ -1,4 +1,4 @@
-// Reads a cache for tiles: as bfloat16, kPairFeatures features of a slot at a time.
+// Reads a cache as bfloat16, kPairFeatures features of a slot at a time.
 //
 // A code of 8 or 4 bits less its slot's zero has 8 bits and a sign, which bfloat16 holds exactly.
 // So integers are multiplied. The scale of a slot multiplies its scores for keys, and its weights
@@ -8,8 +8,6 @@
 #include "attention/attention_input.h"
 
 namespace specjax::SPECJAX_ISA {
-
-inline constexpr int kPairFeatures = 32;  // features of a slot that fill a vector
 
 // Integers of five bits with their sign, 0 … 15 and -16 … -1, as bfloat16.
 alignas(64) inline constexpr uint16_t kIntegers[2 * kLanes] = {

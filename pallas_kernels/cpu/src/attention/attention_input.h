@@ -13,6 +13,8 @@ namespace specjax::SPECJAX_ISA {
 inline constexpr int kStrip = 64;  // with 64 features, a strip stays in the first-level cache
 static_assert(kAttentionBlock % kStrip == 0 && kStrip % (kVectors * kLanes) == 0);
 
+inline constexpr int kPairFeatures = 2 * kLanes;  // features in bfloat16 that fill a vector
+
 // The stride of the weights. It is not a power of two, because those share few sets of the
 // first-level cache.
 inline constexpr int kWeightStride = kAttentionBlock + 16;
@@ -86,17 +88,21 @@ struct Span {
   int64_t first, end, strips;
 };
 
-// Values as they lie in memory, kLanes at a time.
-struct Floats {
-  static constexpr int kSize = 4;
-  static constexpr bool kAhead = false;
-  static Float read(const uint8_t* p) { return load<Float>(p); }
+// A span, and the queries' scores or weights of its slots: [rows, stride].
+struct SpanWeights {
+  Span span;
+  float* values;
+  int64_t stride;
 };
-struct Bfloat16s {
-  static constexpr int kSize = 2;
-  static constexpr bool kAhead = true;
-  static Float read(const uint8_t* p) { return (Float)(widen(load<Half>(p)) << 16); }
-};
+
+// kLanes bfloat16 from memory.
+SPECJAX_INLINE Float bfloat16_values(const uint8_t* from) {
+  return (Float)(widen(load<Half>(from)) << 16);
+}
+
+// What codes stand for, but for their slot's scale.
+SPECJAX_INLINE Float integers(Word codes, Int zeros) { return to_float((Int)codes - zeros); }
+SPECJAX_INLINE Float integers(Word codes, int zero) { return integers(codes, Int{} + zero); }
 
 // Where the query of a task's row begins in the queries, and its result in the output.
 inline int64_t query_offset(const Attention& a, const AttentionTask& task, int64_t row) {
@@ -146,11 +152,6 @@ SPECJAX_INLINE void transpose_words(const Entries& entries, int64_t slot, int64_
   }
 }
 
-// The values of codes.
-SPECJAX_INLINE Float code_values(Word codes, Int zeros, Float scales) {
-  return to_float((Int)codes - zeros) * scales;
-}
-
 // Decodes and transposes kLanes slots: f32[features, kStrip].
 inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, float* keys,
                             Ahead& ahead) {
@@ -164,8 +165,8 @@ inline void transpose_codes(const Entries& entries, int64_t slot, int64_t end, f
   float* high = keys + entries.bytes * kStrip;  // of nibbles: the features' second half
   const auto put_byte = [&](int64_t byte, Word codes) SPECJAX_LAMBDA {
     const Word low = codes & (nibbles ? 0xFu : 0xFFu);
-    store(keys + byte * kStrip, code_values(low, zeros, scales));
-    if (nibbles) store(high + byte * kStrip, code_values(codes >> 4 & 0xFu, zeros, scales));
+    store(keys + byte * kStrip, integers(low, zeros) * scales);
+    if (nibbles) store(high + byte * kStrip, integers(codes >> 4 & 0xFu, zeros) * scales);
   };
   transpose_words(entries, slot, end, ahead, [&](int64_t n, Word word) SPECJAX_LAMBDA {
     const int64_t left = entries.bytes - 4 * n;
@@ -195,25 +196,22 @@ inline void read_keys(const Entries& entries, int64_t slot, int64_t end, float* 
   }
 }
 
-// Decodes one slot: f32[features].
+// Decodes one slot of codes, without its scale: f32[features].
 inline void decode_slot(const Entries& entries, int64_t slot, float* out, Ahead& ahead) {
   const uint8_t* codes = entries.start + slot * entries.stride;
-  const float one_scale = entries.scales[slot * entries.heads];
   const int zero = entries.zeros[slot * entries.heads];
-  const Float scale = splat(one_scale);
-  const Int zeros = Int{} + zero;
   const bool nibbles = entries.kind == Cached::kCodes4;
   float* high = out + entries.bytes;  // of nibbles: the features' second half
   int64_t i = 0;
   for (; i + kLanes <= entries.bytes; i += kLanes) {
     if (i % kLine == 0) ahead.ask();
     const Word word = widen(load<Byte>(codes + i));
-    store(out + i, code_values(nibbles ? word & 0xFu : word, zeros, scale));
-    if (nibbles) store(high + i, code_values(word >> 4, zeros, scale));
+    store(out + i, integers(nibbles ? word & 0xFu : word, zero));
+    if (nibbles) store(high + i, integers(word >> 4, zero));
   }
   for (; i < entries.bytes; ++i) {
-    out[i] = static_cast<float>((nibbles ? codes[i] & 0xF : codes[i]) - zero) * one_scale;
-    if (nibbles) high[i] = static_cast<float>((codes[i] >> 4) - zero) * one_scale;
+    out[i] = static_cast<float>((nibbles ? codes[i] & 0xF : codes[i]) - zero);
+    if (nibbles) high[i] = static_cast<float>((codes[i] >> 4) - zero);
   }
 }
 
@@ -225,13 +223,13 @@ inline Float read_vector(const Entries& entries, const uint8_t* from, int64_t le
     std::memcpy(&values, from, left * sizeof(float));
     return values;
   }
-  if (left >= kLanes) return Bfloat16s::read(from);
+  if (left >= kLanes) return bfloat16_values(from);
   uint16_t bits[kLanes] = {};
   std::memcpy(bits, from, left * sizeof(uint16_t));
-  return Bfloat16s::read(reinterpret_cast<const uint8_t*>(bits));
+  return bfloat16_values(reinterpret_cast<const uint8_t*>(bits));
 }
 
-// Decodes `count` slots from `slot` on: f32[count, features].
+// Decodes `count` slots from `slot` on: f32[count, features]. Codes lack their slot's scale.
 inline void read_values(const Entries& entries, int64_t slot, int64_t count, const Layout& layout,
                         float* values, Ahead& ahead) {
   const int64_t size = entries.kind == Cached::kFloat32 ? 4 : 2;

@@ -25,12 +25,6 @@ inline constexpr int64_t kPartStride = kAttentionBlock + kTileSlots;  // in bflo
 inline constexpr int kScoreAsks = 2;  // for the scores of a strip, which are transposed
 inline constexpr int kPairSlots = 8;  // once per so many slots whose values are paired
 
-// Whether tiles serve this call. Features of a slot are read in whole vectors, 4-bit codes in two.
-inline bool tiles_serve(const Attention& a) {
-  if (!a.queries_bfloat16 || a.cached == Cached::kFloat32) return false;
-  return a.e % (a.cached == Cached::kCodes4 ? 2 * kPairFeatures : kPairFeatures) == 0;
-}
-
 inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
 
 // The layout of the scratch that tiles need beyond that of `Layout`, in floats.
@@ -77,7 +71,7 @@ struct TileLayout : Layout {
 };
 
 inline AttentionSizes attention_sizes_by_tiles(const Attention& a, int64_t tokens) {
-  if (!tiles_serve(a)) return attention_sizes(a, tokens);
+  if (!pairs_serve(a)) return attention_sizes(a, tokens);
   const TileLayout layout(a, tokens);
   return {layout.tile_scratch, layout.sums};
 }
@@ -374,7 +368,7 @@ inline void attend_block_by_tiles(const Attention& a, const AttentionStep& step,
 inline void attend_block_where_tiles_serve(const Attention& a, const AttentionStep& step,
                                            const AttentionAhead& steps, float* scratch,
                                            float* sums) {
-  if (!tiles_serve(a)) {
+  if (!pairs_serve(a)) {
     attend_block(a, step, steps, scratch, sums);
   } else if (a.cached == Cached::kBfloat16) {
     attend_block_by_tiles<Cached::kBfloat16>(a, step, steps, scratch, sums);
