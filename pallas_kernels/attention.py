@@ -37,6 +37,7 @@ def _masked(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return attention
 
 
+MOST_SINKS = 64
 Implementation = Literal["reference", "cpu", "triton_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
     "reference": attention_reference.attention,
@@ -46,7 +47,7 @@ IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
 }
 
 
-@partial(jax.jit, static_argnames=("window", "head_scale", "implementation"))
+@partial(jax.jit, static_argnames=("window", "sinks", "head_scale", "implementation"))
 @own_settings()
 def attention(
     queries: Float[Array, "B T H E"],
@@ -58,14 +59,15 @@ def attention(
     layer: Int32[Array, ""] | int | None = None,
     *,
     window: int | None,
+    sinks: int = 0,
     head_scale: float,
     implementation: Implementation | None = None,
 ) -> Float32[Array, "B T H E"]:
     """Softmax attention of T new tokens per row, in float32.
 
     A token sees every slot below its row's length (the context). New tokens are in the slots
-    length … length + T - 1, and a token sees those on the path to it. It sees nothing that is
-    `window` or more positions back.
+    length … length + T - 1, and a token sees those on the path to it. Of what is `window` or more
+    positions back, it sees positions 0 … sinks - 1 alone (attention sinks, StreamingLLM).
 
     On CPUs a tree's token gets the same bits as at the end of its path alone. Accelerator kernels
     sum over a path at its places in the cache, which may round differently.
@@ -82,6 +84,8 @@ def attention(
         last, padded with -1.
       layer: the layer whose entries are read, int32[] in 0 … L - 1.
       window: visible positions; None for all.
+      sinks: the first positions, which every token sees, 0 … MOST_SINKS. They change nothing
+        without a window.
       head_scale: multiplies the scores.
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
@@ -89,16 +93,19 @@ def attention(
       f32[B, T, H, E].
 
     Raises:
-      ValueError: the implementation is unknown, or does not serve these operands.
+      ValueError: the implementation is unknown or does not serve these operands, or sinks are out
+      of their range.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
+    if not 0 <= sinks <= MOST_SINKS:
+        raise ValueError(f"sinks must be 0 … {MOST_SINKS}, got {sinks}")
     if layer is None:
         keys, values = jax.tree.map(lambda part: part[:, None], (keys, values))
     number = jnp.asarray(0 if layer is None else layer, jnp.int32)
-    options = {"window": window, "head_scale": head_scale}
+    options = {"window": window, "sinks": sinks, "head_scale": head_scale}
     operands = (queries, keys, values, lengths, positions, ancestors, number)
     if implementation is not None:
         return IMPLEMENTATIONS[implementation](*operands, **options)

@@ -58,6 +58,7 @@ def limits(
     positions: jax.Array,
     mask: jax.Array | None,
     window: int | None,
+    sinks: int,
     *,
     rows_per_token: int,
     tile: int,
@@ -80,7 +81,7 @@ def limits(
         words = []
     else:
         end, read = context, context + t
-        words = _words(_within(mask, positions, window))
+        words = _words(_within(mask, positions, window, sinks))
 
     def by_row(column: jax.Array) -> jax.Array:
         column = jnp.repeat(column, rows_per_token, axis=1)
@@ -93,11 +94,12 @@ def limits(
     return columns, jnp.clip(blocks, 0, slots // BLOCK)
 
 
-def _within(mask: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+def _within(mask: jax.Array, positions: jax.Array, window: int | None, sinks: int) -> jax.Array:
     """Removes tokens `window` or more positions back from mask: bool[B, T, T]."""
     if window is None:
         return mask
-    return mask & (positions[:, :, None] - positions[:, None, :] < window)
+    near = positions[:, :, None] - positions[:, None, :] < window
+    return mask & (near | (positions[:, None, :] < sinks))
 
 
 def _words(mask: jax.Array) -> list[jax.Array]:
@@ -109,11 +111,18 @@ def _words(mask: jax.Array) -> list[jax.Array]:
     return [words[:, :, i] for i in range(words.shape[2])]
 
 
-def visible(columns: Sequence[jax.Array], block: jax.Array, length: jax.Array) -> jax.Array:
+def blocks_apart(first: jax.Array, sinks: int) -> jax.Array:
+    """Blocks of sinks that lie before the first other block, int32[]: 1 or 0."""
+    return ((first > 0) & (sinks > 0)).astype(jnp.int32)
+
+
+def visible(
+    columns: Sequence[jax.Array], block: jax.Array, length: jax.Array, sinks: int
+) -> jax.Array:
     """Which slots of a block the rows see. columns: from `limits`, [R, 1] -> bool[R, BLOCK]."""
     first, end, *words = columns
     slots = block * BLOCK + lax.broadcasted_iota(jnp.int32, (1, BLOCK), 1)
-    seen = (slots >= first) & (slots < end)
+    seen = ((slots >= first) | (slots < sinks)) & (slots < end)
     new = slots - length
     for i, word in enumerate(words):
         seen |= (new >> _WORD_BITS == i) & (word >> (new & _WORD - 1) & 1 == 1)

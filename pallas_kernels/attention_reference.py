@@ -37,6 +37,7 @@ def attention(
     layer: jax.Array,
     *,
     window: int | None,
+    sinks: int = 0,
     head_scale: float,
 ) -> jax.Array:
     """Computes `pallas_kernels.attention.attention`. S is a multiple of BLOCK."""
@@ -53,7 +54,7 @@ def attention(
     def attend_tile(tile: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         queries, row, token = tile
         paths = None if ancestors is None else ancestors[row, jnp.minimum(token, t - 1)]
-        sight = _Sight((row, layer), token, lengths[row], positions[row], paths, window)
+        sight = _Sight((row, layer), token, lengths[row], positions[row], paths, window, sinks)
         return _attend(queries, keys, values, sight)
 
     out = over_tiles(attend_tile, (q, rows, indices))
@@ -74,6 +75,7 @@ class _Sight(NamedTuple):
     positions: jax.Array
     paths: jax.Array | None
     window: int | None
+    sinks: int
 
     @property
     def used(self) -> jax.Array:
@@ -103,7 +105,7 @@ class _Sight(NamedTuple):
         if self.window is not None:
             slot_positions = jnp.where(context, slots, self.positions[clipped])
             own = self.positions[jnp.minimum(self.token, t - 1)]
-            seen &= own[:, None] - slot_positions < self.window
+            seen &= (own[:, None] - slot_positions < self.window) | (slot_positions < self.sinks)
         return seen & (new < t)
 
 

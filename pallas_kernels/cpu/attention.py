@@ -30,6 +30,7 @@ def attention(
     layer: jax.Array,
     *,
     window: int | None,
+    sinks: int = 0,
     head_scale: float,
     instruction_set: str | None = None,
 ) -> jax.Array:
@@ -44,6 +45,7 @@ def attention(
     check_available("attention", instruction_set)
     attributes = {
         "window": np.int64(-1 if window is None else max(window, 0)),
+        "sinks": np.int64(sinks),
         "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel uses exp2
         "instruction_set": instruction_set or "",
     }

@@ -81,6 +81,7 @@ def attention(
     layer: jax.Array,
     *,
     window: int | None,
+    sinks: int = 0,
     head_scale: float,
     interpret: bool = False,
 ) -> jax.Array:
@@ -99,8 +100,10 @@ def attention(
     slots, kv_heads = keys.shape[2:4]
     tile = min(-(-t * h // kv_heads // ROW_PACKING) * ROW_PACKING, MOST_ROWS)
     limits, blocks = shared.limits(
-        lengths, positions, mask, window, rows_per_token=h // kv_heads, tile=tile, slots=slots
-    )
+        lengths, positions, mask, window, sinks,
+        rows_per_token=h // kv_heads, tile=tile, slots=slots,
+    )  # fmt: skip
+    sinks = 0 if window is None else sinks
     rows = shared.by_kv_head(queries, kv_heads, tile)
     heads = _heads_of_step(kv_heads)
     of_rows = pl.BlockSpec((None, heads, tile, e), lambda i, j, n, *_: (i, j, n, 0))
@@ -108,7 +111,7 @@ def attention(
     where_it_is = pl.BlockSpec(memory_space=pl.ANY)
     state = [(heads, tile, 1), (heads, tile, 1), (heads, tile, e)]
     y = pl.pallas_call(
-        partial(_kernel, scale=shared.exponent_scale(head_scale)),
+        partial(_kernel, sinks=sinks, scale=shared.exponent_scale(head_scale)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(b, kv_heads // heads, rows.shape[2] // tile),
@@ -137,6 +140,7 @@ def _kernel(
     total: jax.Ref,
     sums: jax.Ref,
     *,
+    sinks: int,
     scale: float,
 ) -> None:
     """Computes one grid step.
@@ -150,12 +154,19 @@ def _kernel(
     begin, context, number = first[row, tile], lengths[row], layer[0]
     columns = [limits[:, i : i + 1] for i in range(limits.shape[1])]
     state = (maximum, total, sums)
+    apart = shared.blocks_apart(begin, sinks)
+
+    def number_of(step: jax.Array) -> jax.Array:
+        """The block that comes as number `step`: those of sinks first."""
+        return jnp.where(step < apart, step, begin + step - apart)
+
     for ref, value in zip(state, jax.tree.leaves(shared.start(rows, [e])), strict=True):
         ref[...] = jnp.broadcast_to(value, ref.shape)
 
     def add(keys: jax.Ref, values: jax.Ref) -> None:
         """Adds one block. keys, values: [BLOCK, heads, E]."""
-        seen = shared.visible(columns, begin + pl.program_id(0), context)  # of the pipeline's grid
+        block = number_of(pl.program_id(0))  # of the pipeline's grid
+        seen = shared.visible(columns, block, context, sinks)
         for head in range(heads):
             k, v = _head(keys, head), _head(values, head)
             scores = _dot(q[head], k, _LAST) * scale
@@ -166,8 +177,9 @@ def _kernel(
             before = maximum[head], total[head], (sums[head],)
             maximum[head], total[head], (sums[head],) = shared.add_block(before, scores, seen, mix)
 
-    block = pl.BlockSpec((None, None, BLOCK, heads, e), lambda i: (row, number, begin + i, part, 0))
-    blocks = jnp.maximum(end[row, tile] - begin, 0)
+    shape = (None, None, BLOCK, heads, e)
+    block = pl.BlockSpec(shape, lambda i: (row, number, number_of(i), part, 0))
+    blocks = jnp.maximum(end[row, tile] - begin + apart, 0)
     pltpu.emit_pipeline(add, grid=(blocks,), in_specs=[block, block])(keys, values)
     for head in range(heads):
         [y[head]] = shared.finish((maximum[head], total[head], (sums[head],)))

@@ -74,6 +74,7 @@ def attention(
     layer: jax.Array,
     *,
     window: int | None,
+    sinks: int = 0,
     head_scale: float,
     interpret: bool = False,
 ) -> jax.Array:
@@ -90,12 +91,15 @@ def attention(
         raise ValueError(reason)
     slots, kv_heads = keys.shape[2:4]
     limits, blocks = shared.limits(
-        lengths, positions, mask, window,
+        lengths, positions, mask, window, sinks,
         rows_per_token=queries.shape[2] // kv_heads, tile=ROW_TILE, slots=slots,
     )  # fmt: skip
     rows = shared.by_kv_head(queries, kv_heads, ROW_TILE)
-    states = _segments(rows, limits, blocks, lengths, layer, keys, values, head_scale, interpret)
-    return shared.by_token(_merged(blocks, states, interpret), queries.shape)
+    sinks = 0 if window is None else sinks
+    states = _segments(
+        rows, limits, blocks, lengths, layer, keys, values, sinks, head_scale, interpret
+    )
+    return shared.by_token(_merged(blocks, states, sinks, interpret), queries.shape)
 
 
 def _segments(
@@ -106,6 +110,7 @@ def _segments(
     layer: jax.Array,
     keys: Entries,
     values: Entries,
+    sinks: int,
     head_scale: float,
     interpret: bool,
 ) -> list[jax.Array]:
@@ -122,7 +127,10 @@ def _segments(
     pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
     states: list[jax.Array] = pl.pallas_call(
         partial(
-            _read_segment, width=_plane_width(e, keys), scale=shared.exponent_scale(head_scale)
+            _read_segment,
+            width=_plane_width(e, keys),
+            sinks=sinks,
+            scale=shared.exponent_scale(head_scale),
         ),
         grid=(b, kv_heads, r // ROW_TILE, segments),
         in_specs=[
@@ -154,9 +162,10 @@ def _read_segment(
     values: list[jax.Ref],
     *state: jax.Ref,
     width: int,
+    sinks: int,
     scale: float,
 ) -> None:
-    """Computes one segment's state for one tile of R = ROW_TILE rows.
+    """Computes one segment's state for one tile of R = ROW_TILE rows. The first reads the sinks.
 
     q: [R, E]; limits: int32[R, columns]; blocks: int32[2], the tile's first block and the end;
     layer: int32[]; keys, values: [L, S, E] in a list, or codes, scales and zeros; state: f32[R]
@@ -165,8 +174,9 @@ def _read_segment(
     segment = pl.program_id(3)
     first = jnp.maximum(blocks[0], segment * SEGMENT)
     end = jnp.minimum(blocks[1], (segment + 1) * SEGMENT)
+    apart = jnp.where(segment == 0, shared.blocks_apart(blocks[0], sinks), 0)
 
-    @pl.when(first < end)
+    @pl.when((first < end) | (apart > 0))
     def read() -> None:
         planes = [pl.ds(i, width) for i in range(0, q.shape[1], width)]
         parts = [q[:, plane] for plane in planes]
@@ -184,10 +194,12 @@ def _read_segment(
                 weights = weights if scales is None else weights * scales
                 return [_dot(weights.astype(jnp.bfloat16), v, _FIRST) for v in decoded]
 
-            seen = shared.visible(columns, block, context)
+            seen = shared.visible(columns, block, context, sinks)
             return shared.add_block(before, scores, seen, mix)
 
         before = shared.start(ROW_TILE, [width] * len(planes))
+        if sinks:
+            before = lax.fori_loop(0, apart, add, before)
         highest, weight, parts_of_sums = lax.fori_loop(first, end, add, before)
         maximum, total, sums = state
         maximum[...], total[...] = highest[:, 0], weight[:, 0]
@@ -214,11 +226,11 @@ def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers)
     return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
 
 
-def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.Array:
+def _merged(blocks: jax.Array, states: list[jax.Array], sinks: int, interpret: bool) -> jax.Array:
     """Merges the states of all segments -> f32[B, K, R, E]."""
     b, kv_heads, segments, r, e = states[2].shape
     y: jax.Array = pl.pallas_call(
-        _merge_segments,
+        partial(_merge_segments, sinks=sinks),
         grid=(b, kv_heads, r // ROW_TILE),
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda i, j, n: (i, n, 0)),
@@ -234,7 +246,7 @@ def _merged(blocks: jax.Array, states: list[jax.Array], interpret: bool) -> jax.
 
 
 def _merge_segments(
-    blocks: jax.Ref, maximum: jax.Ref, total: jax.Ref, sums: jax.Ref, y: jax.Ref
+    blocks: jax.Ref, maximum: jax.Ref, total: jax.Ref, sums: jax.Ref, y: jax.Ref, *, sinks: int
 ) -> None:
     """Merges one tile's segments: f32[segments, R] twice, f32[segments, R, E] -> y: f32[R, E]."""
 
@@ -244,5 +256,8 @@ def _merge_segments(
 
     first = blocks[0] // SEGMENT
     end = jnp.where(blocks[0] < blocks[1], pl.cdiv(blocks[1], SEGMENT), first)
-    state = lax.fori_loop(first, end, add, shared.start(y.shape[0], y.shape[1:]))
+    state = shared.start(y.shape[0], y.shape[1:])
+    if sinks:
+        state = lax.fori_loop(0, shared.blocks_apart(first, sinks), add, state)
+    state = lax.fori_loop(first, end, add, state)
     [y[...]] = shared.finish(state)

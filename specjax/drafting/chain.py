@@ -36,6 +36,7 @@ class ChainDrafter(Drafter):
     confidence: a row's draft ends with the first token that the drafting model gives a smaller
         probability than this; None: never before its length.
     schedule: how many tokens to draft; None: always draft_length.
+    window: how many positions back it sees, beside the first few; None: all.
 
     Their states hold the schedule's under the name `schedule`.
     """
@@ -45,6 +46,7 @@ class ChainDrafter(Drafter):
     layers: tuple[int, ...] | None = None
     confidence: float | None = None
     schedule: Schedule | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if check_integer("draft_length", self.draft_length) < 1:
@@ -53,6 +55,8 @@ class ChainDrafter(Drafter):
                 "Autoregressive() decodes without drafts"
             )
         check_activation(self.activation)
+        if self.window is not None and check_integer("window", self.window) < 1:
+            raise ValueError(f"window must be at least 1 or None, got {self.window}")
         confidence = self.confidence
         if confidence is not None and not (
             isinstance(confidence, int | float) and 0 < confidence <= 1
@@ -122,7 +126,9 @@ class LevelDrafter(ChainDrafter):
         return params
 
     def init(self, params: Params, state: DecodeState, width: int) -> LevelState:
-        cache = self.first_cache(params, state, width) if self.own_cache else None
+        cache = None
+        if self.own_cache:
+            cache = self.first_cache(params, state, width).with_window(self.window)
         return LevelState(cache, self.first_schedule(state.tokens.shape[0]))
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
@@ -146,7 +152,7 @@ class LevelDrafter(ChainDrafter):
     def enter(self, draft: LevelState, state: DecodeState) -> DecodeState:
         """The state as the drafting model sees it: with the cache that it reads and writes."""
         if draft.cache is None:
-            return state
+            return dataclasses.replace(state, cache=state.cache.with_window(self.window))
         # Only the entries of accepted tokens hold.
         cached = jnp.minimum(draft.cache.lengths, state.lengths - 1)
         cache = draft.cache.with_lengths(cached)
@@ -160,7 +166,8 @@ class LevelDrafter(ChainDrafter):
         Returns the drafter's state, and the cache of the level above.
         """
         if draft.cache is None:
-            return draft, cache.with_lengths(state.cache.lengths)
+            cache = cache.with_lengths(state.cache.lengths)
+            return draft, cache.with_window(state.cache.window)
         return draft._replace(cache=cache.with_lengths(filled)), state.cache
 
     def first_cache(self, params: Params, state: DecodeState, width: int) -> KVCache:

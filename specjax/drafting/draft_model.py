@@ -34,6 +34,8 @@ class DraftModel(LevelDrafter):
     share_cache: draft from the target's KV cache. For a draft made of the target's own weights.
     confidence: a row's draft ends with a token of smaller probability than this; None: never.
     schedule: how many of draft_length tokens to draft; None: all.
+    window: the draft sees so many positions back, and the first four (StreamingLLM, section 3.2).
+        Its cost then stays the same in any context. None: it sees all, as the verification does.
 
     Raises ValueError where a field is out of its range.
     """
@@ -44,6 +46,7 @@ class DraftModel(LevelDrafter):
     share_cache: bool = jax.tree.static(default=False)
     confidence: float | None = jax.tree.static(default=None)
     schedule: Schedule | None = jax.tree.static(default=None)
+    window: int | None = jax.tree.static(default=None)
 
     @property
     def own_cache(self) -> bool:

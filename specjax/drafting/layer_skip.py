@@ -31,6 +31,8 @@ class LayerSkip(LevelDrafter):
     activation: the draft's activation precision; "a8" and "a4" combine skipping with QSpec.
     confidence: a row's draft ends with a token of smaller probability than this; None: never.
     schedule: how many of draft_length tokens to draft; None: all.
+    window: the draft sees so many positions back, and the first four (StreamingLLM, section 3.2).
+        Its cost then stays the same in any context. None: it sees all, as the verification does.
 
     Raises ValueError where a field is out of its range.
     """
@@ -40,6 +42,7 @@ class LayerSkip(LevelDrafter):
     activation: Activation = jax.tree.static(default="a16")
     confidence: float | None = jax.tree.static(default=None)
     schedule: Schedule | None = jax.tree.static(default=None)
+    window: int | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,6 +34,8 @@ class QSpec(LevelDrafter):
         never corrects. It exists for the paper's ablation (table 2) alone.
     confidence: a row's draft ends with a token of smaller probability than this; None: never.
     schedule: how many of draft_length tokens to draft; None: all.
+    window: the draft sees so many positions back, and the first four (StreamingLLM, section 3.2).
+        Its cost then stays the same in any context. None: it sees all, as the verification does.
 
     Raises ValueError where a field is out of its range.
     """
@@ -43,6 +45,7 @@ class QSpec(LevelDrafter):
     overwrite: bool = jax.tree.static(default=True)
     confidence: float | None = jax.tree.static(default=None)
     schedule: Schedule | None = jax.tree.static(default=None)
+    window: int | None = jax.tree.static(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,6 +25,8 @@ from pallas_kernels.cache_entries import (
 )
 from specjax.model.config import ModelConfig
 
+SINKS = 4  # the first positions, which passes under a window see too (StreamingLLM, section 3.2)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +37,14 @@ class KVCache:
         bfloat16 bits (XLA:CPU would convert a whole bfloat16 cache at every update), or
         `QuantizedEntries`.
     lengths: int32[B], committed slots per row.
+    window: how many positions back a pass sees, beside the first SINKS; None: as far as the model.
+        A draft may read less of the cache than the verification.
     """
 
     keys: Entries
     values: Entries
     lengths: jax.Array
+    window: int | None = jax.tree.static(default=None)
 
     @classmethod
     def create(
@@ -97,6 +102,16 @@ class KVCache:
             move_entries(entries, rows, sources, targets) for entries in (self.keys, self.values)
         )
         return dataclasses.replace(self, keys=keys, values=values)
+
+    def sight(self, window: int | None) -> tuple[int | None, int]:
+        """The window of a layer's attention and its sinks. window: the layer's own, or None."""
+        if self.window is None or (window is not None and window <= self.window):
+            return window, 0
+        return self.window, SINKS
+
+    def with_window(self, window: int | None) -> KVCache:
+        """Returns the same entries for passes that see `window` positions back."""
+        return dataclasses.replace(self, window=window)
 
     def with_lengths(self, lengths: jax.Array) -> KVCache:
         """Returns the same entries with another number of committed slots: commit, advance or roll

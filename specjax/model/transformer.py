@@ -80,7 +80,7 @@ def forward(
       tokens: int32[B, T].
       positions: int32[B, T], for RoPE and sliding windows: cache.lengths plus the token's depth,
         which is 0 … T - 1 in a chain.
-      cache: the context.
+      cache: the context, and how much of it the tokens see.
       ancestors: int32[B, T, depth], for a tree: the new tokens on the path to each token, itself
         last, as `trees.ancestors` returns them. None: a chain.
       activation: activation precision of the quantized layers: "a16", "a8" or "a4".
@@ -205,9 +205,10 @@ def _attention_block(
     else:
         q, k = (rotate(y, *context.rope, x.dtype) for y in (q, k))
     cache = cache.write(index, k, round_to(v, x.dtype))
+    window, sinks = cache.sight(config.window(index))
     mixed = attention(
         q, cache.keys, cache.values, cache.lengths, context.positions, context.ancestors, index,
-        window=config.window(index), head_scale=config.head_dim**-0.5,
+        window=window, sinks=sinks, head_scale=config.head_dim**-0.5,
     )  # fmt: skip
     if config.hadamard:
         mixed = hadamard(gather(mixed, config.num_heads, axis=-2), axis=-2)

@@ -50,6 +50,11 @@ DRAFTERS = {
     "heuristic": DraftModel(INT8, 9, schedule=Heuristic()),
     "adaptive": DraftModel(INT4, 9, share_cache=True, schedule=Adaptive(), confidence=0.2),
     "skipping": LayerSkip((0,)),
+    "a window": DraftModel(INT8, 6, share_cache=True, window=5),
+    "a window over its own cache": DraftModel(INT8, 6, window=5),
+    "windows of two levels": MultiLevel(
+        DraftModel(INT8, 6, share_cache=True, window=9), LayerSkip((0,), 2, window=3)
+    ),
     "two levels": MultiLevel(DraftModel(INT8, 6), DraftModel(MXFP4, 2)),
     "two levels in one cache": MultiLevel(
         DraftModel(INT8, 6, confidence=0.2, share_cache=True), LayerSkip((0,), 2)
@@ -69,7 +74,9 @@ def plain() -> specjax.DecodeResult:
 
 
 @pytest.mark.recompiled
-@pytest.mark.parametrize("name", representatives(DRAFTERS, "a cast", "two levels in one cache"))
+@pytest.mark.parametrize(
+    "name", representatives(DRAFTERS, "a cast", "two levels in one cache", "windows of two levels")
+)
 def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -> None:
     result = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=DRAFTERS[name])
     np.testing.assert_array_equal(result.tokens, plain.tokens)
@@ -110,6 +117,17 @@ def test_a_draft_equal_to_the_target_is_never_rejected() -> None:
     assert (level.generated == result.stats.drafted).all()
     assert (level.rounds == 2 * result.stats.rounds).all()  # two tokens each: 4 drafts
     assert (level.accepted == level.drafted).all()
+
+
+def test_a_window_hides_the_context_from_the_draft_alone() -> None:
+    def kept(window: int | None) -> tuple[int, int]:
+        drafter = DraftModel(TARGET, 4, share_cache=True, window=window)
+        stats = specjax.decode(TARGET, PROMPTS, max_new_tokens=NEW, drafter=drafter).stats
+        return int(stats.accepted.sum()), int(stats.drafted.sum())
+
+    assert kept(1000) == kept(None) == (80, 80)  # as above
+    accepted, drafted = kept(2)
+    assert accepted < drafted
 
 
 def test_a_drafter_that_is_always_wrong_costs_rounds_and_nothing_else(plain) -> None:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="the C++ library was
 SETS = instruction_sets()
 BLOCK = 256  # kAttentionBlock in src/common/types.h
 CACHES = ("float32", "bfloat16", "8 bits", "4 bits")
+OPTIONS = ("window", "sinks", "head_scale")
 OPERANDS = ("queries", "keys", "values", "lengths", "positions", "ancestors")
 
 Case = dict[str, Any]
@@ -39,7 +40,8 @@ dequantized = jax.jit(dequantize_entries)
 
 def make_case(
     b: int, t: int, h: int, k: int, e: int, s: int, lengths: list[int], *,
-    cache: str = "float32", mask: str | None = None, window: int | None = None, seed: int = 0,
+    cache: str = "float32", mask: str | None = None, window: int | None = None, sinks: int = 0,
+    seed: int = 0,
 ) -> Case:  # fmt: skip
     """Operands of one call. mask: "chain", "tree", or None for a chain without a mask.
 
@@ -73,7 +75,7 @@ def make_case(
         "positions": (length[:, None] + depth).astype(np.int32),
         "mask": shown,
         "ancestors": ancestors,
-        "window": window, "head_scale": e**-0.5,
+        "window": window, "sinks": sinks, "head_scale": e**-0.5,
     }  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def run(case: Case, instruction_set: str | None = None, **changes: Any) -> np.nd
     """Runs the C++ attention on a case, with some operands changed."""
     case = case | changes
     operands = operands_of(case)
-    options = {"window": case["window"], "head_scale": case["head_scale"]}
+    options = {name: case[name] for name in OPTIONS}
     return np.asarray(cpu.attention(*operands, **options, instruction_set=instruction_set))
 
 
@@ -146,9 +148,8 @@ def visible(case: Case, row: int, slots: int) -> np.ndarray:
             new = slot - length
             at = positions[new] if new >= 0 else slot
             shown = new < 0 or mask[token, new]
-            seen[token, slot] = shown and (
-                case["window"] is None or positions[token] - at < case["window"]
-            )
+            near = case["window"] is None or positions[token] - at < case["window"]
+            seen[token, slot] = shown and (near or at < case["sinks"])
     return seen
 
 
@@ -162,6 +163,9 @@ CASES = {
     "tree": make_case(3, 13, 6, 3, 32, 640, [251, 511, 0], mask="tree", cache="bfloat16"),
     "grouped-tree": make_case(2, 21, 14, 2, 64, 512, [250, 100], mask="tree", cache="bfloat16"),
     "tree-window": make_case(2, 13, 4, 2, 24, 640, [250, 500], mask="tree", window=20),
+    "sinks": make_case(3, 9, 4, 2, 64, 896, [800, 290, 30], cache="bfloat16", window=100, sinks=4),
+    "tree-sinks": make_case(3, 13, 4, 2, 24, 640, [0, 250, 500], mask="tree", window=3, sinks=5),
+    "codes-sinks": make_case(2, 3, 4, 2, 64, 640, [600, 40], cache="8 bits", window=40, sinks=64),
     "odd": make_case(2, 4, 3, 1, 5, 128, [17, 80], cache="bfloat16"),
     "one-feature": make_case(1, 2, 2, 1, 1, 128, [9]),
     "wide-head": make_case(1, 2, 2, 1, 256, 384, [300], cache="bfloat16"),
@@ -219,13 +223,13 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     ("cache", "e"),
     [("float32", 40), ("bfloat16", 40), ("bfloat16", 64), ("8 bits", 64), ("4 bits", 64)],
 )
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (70, 4)])
 @pytest.mark.covering(1)
 def test_rows_tokens_and_capacity(
-    cache: str, e: int, window: int | None, instruction_set: str
+    cache: str, e: int, window: int | None, sinks: int, instruction_set: str
 ) -> None:
     lengths = [5, 130, 700, 250]
-    case = make_case(4, 19, 8, 2, e, 896, lengths, cache=cache, window=window)
+    case = make_case(4, 19, 8, 2, e, 896, lengths, cache=cache, window=window, sinks=sinks)
     whole = run(case, instruction_set)
     for row, slots in enumerate((128, 256, 896, 384)):
         for t in (1, 2, 5, 16, 19):
@@ -274,14 +278,14 @@ def test_a_window_that_holds_all_is_none() -> None:
         ("bfloat16", 14, 32),
     ],
 )
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("options", [{}, {"window": 9, "sinks": 3}], ids=["all", "window"])
 @pytest.mark.covering(1)
 def test_a_trees_path_is_its_chain(
-    window: int | None, cache: str, h: int, e: int, instruction_set: str
+    options: dict[str, int], cache: str, h: int, e: int, instruction_set: str
 ) -> None:
     """A tree's path gives the same result as a chain, also across blocks."""
     for length in (0, 180, 250, 255, 256, 300):
-        case = make_case(1, 21, h, 2, e, 512, [length], cache=cache, mask="tree", window=window)
+        case = make_case(1, 21, h, 2, e, 512, [length], cache=cache, mask="tree", **options)
         tree = run(case, instruction_set)
         paths = np.asarray(case["ancestors"][0])
         longest = (paths >= 0).sum(1).argmax()

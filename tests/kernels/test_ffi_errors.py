@@ -102,7 +102,7 @@ ATTENTION = Call(
         "another": None,
     },
     (shape(2, 3, 4, 16),),
-    {"window": np.int64(-1), "scale": np.float32(1), "instruction_set": ""},
+    {"window": np.int64(-1), "sinks": np.int64(0), "scale": np.float32(1), "instruction_set": ""},
 )
 CODES = dataclasses.replace(
     ATTENTION,
@@ -221,6 +221,7 @@ REFUSED = [  # call, changes, error message
     (ATTENTION, {"layer": np.int32(5)}, "layer must be in 0 … 4, got 5"),
     (ATTENTION, {"layer": np.int32(-1)}, "layer must be in 0 … 4, got -1"),
     (ATTENTION, {"layer": np.float32(1)}, "layer has another type"),
+    (ATTENTION, {"sinks": np.int64(65)}, "sinks must be in 0 … 64, got 65"),
     (ATTENTION, {"keys": zeros(2, 256, 2, 16)}, "keys must be float32"),
     (ATTENTION, {"results": (shape(2, 3, 64),)}, "the result must be"),
     (ATTENTION, {"results": (shape(2, 3, 4, 16, dtype=jnp.bfloat16),)}, "result has another type"),

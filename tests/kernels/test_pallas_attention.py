@@ -19,12 +19,12 @@ from pallas_kernels import attention_reference, mosaic_tpu, triton_gpu
 from pallas_kernels.attention import IMPLEMENTATIONS, attention
 from pallas_kernels.attention_operands import MOST_MASKED
 from pallas_kernels.cache_entries import dequantize_entries, quantize_entries
-from tests.kernels.test_cpu_attention import Case, exact, make_case, operands_of
+from tests.kernels.test_cpu_attention import OPTIONS, Case, exact, make_case, operands_of
 from tests.kernels.test_pallas_kernels import CUSTOM_CALLS, DEVICES, lowered
 
 KERNELS = {"cuda": triton_gpu.attention, "tpu": mosaic_tpu.attention}
 JITTED = {
-    platform: jax.jit(kernel, static_argnames=("window", "head_scale", "interpret"))
+    platform: jax.jit(kernel, static_argnames=("window", "sinks", "head_scale", "interpret"))
     for platform, kernel in KERNELS.items()
 }
 platforms = pytest.mark.parametrize("platform", KERNELS)
@@ -38,7 +38,7 @@ def case_for(platform: str, t: int, lengths: list[int], slots: int = 640, **opti
 
 
 def options_of(case: Case) -> dict[str, object]:
-    return {name: case[name] for name in ("window", "head_scale")}
+    return {name: case[name] for name in OPTIONS}
 
 
 def on(platform: str):
@@ -75,13 +75,13 @@ EDGES = [0, 1, 125, 127, 128, 511, 512]
 
 @platforms
 @pytest.mark.parametrize(
-    ("t", "lengths", "mask", "window"),
-    [(3, EDGES, None, 130), (40, [0, 100, 500], "tree", 20)],
+    ("t", "lengths", "mask", "window", "sinks"),
+    [(3, EDGES, None, 130, 0), (3, EDGES, None, 130, 4), (40, [0, 100, 500], "tree", 20, 4)],
 )
 def test_agrees_with_float64(
-    platform: str, t: int, lengths: list[int], mask: str | None, window: int | None
+    platform: str, t: int, lengths: list[int], mask: str | None, window: int | None, sinks: int
 ) -> None:
-    case = case_for(platform, t, lengths, mask=mask, window=window)
+    case = case_for(platform, t, lengths, mask=mask, window=window, sinks=sinks)
     check(case, interpreted(platform, case))
 
 
@@ -141,7 +141,7 @@ def test_t_chooses_nothing_but_the_number_of_tiles(platform: str) -> None:
         with on(platform):
             jaxpr = jax.make_jaxpr(kernel)(*operands_of(case, "mask"))
         calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
-        text = "".join(str(call.params["jaxpr"]) for call in calls)
+        text = " ".join(" ".join(str(call.params["jaxpr"]) for call in calls).split())
         return text if platform == "cuda" else re.sub(rf"\b{4 * t}\b", "rows", text)
 
     assert program(12) == program(20) == program(28)  # 48, 80 and 112 rows

@@ -94,9 +94,9 @@ def test_norm_by_the_book() -> None:
     np.testing.assert_allclose(rms_norm(x, scale, 1e-5), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (20, 0), (20, 3)])
 @pytest.mark.parametrize("tree", [False, True])
-def test_attention_by_the_book(window: int | None, tree: bool) -> None:
+def test_attention_by_the_book(window: int | None, sinks: int, tree: bool) -> None:
     """Compares with a plain softmax over each token's visible slots, in float64."""
     rng = np.random.default_rng(3)
     b, t, h, kv, e, slots = 2, 6, 4, 2, 16, 256
@@ -114,7 +114,7 @@ def test_attention_by_the_book(window: int | None, tree: bool) -> None:
     got = attention(
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(lengths, jnp.int32),
         jnp.asarray(positions), jnp.asarray(np.stack([paths] * b)) if tree else None,
-        window=window, head_scale=e**-0.5,
+        window=window, sinks=sinks, head_scale=e**-0.5,
     )  # fmt: skip
     for row in range(b):
         n = lengths[row]
@@ -122,7 +122,7 @@ def test_attention_by_the_book(window: int | None, tree: bool) -> None:
             seen = np.concatenate([np.ones(n, bool), mask[token]])
             at = np.concatenate([np.arange(n), positions[row]])
             if window is not None:
-                seen &= positions[row, token] - at < window
+                seen &= (positions[row, token] - at < window) | (at < sinks)
             for head in range(h):
                 keys, values = (x[row, : n + t, head // (h // kv)][seen] for x in (k, v))
                 score = np.exp(keys @ q[row, token, head] * e**-0.5)

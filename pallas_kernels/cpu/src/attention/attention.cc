@@ -67,17 +67,12 @@ std::vector<AttentionTask> find_tasks(const Attention& a, int64_t tokens) {
   for (int64_t token = (a.tokens - 1) / tokens * tokens; token >= 0; token -= tokens) {
     for (int64_t row = 0; row < a.b; ++row) {
       for (int64_t head = 0; head < a.kv_heads; ++head) {
-        tasks.push_back({row, head, token, std::min(tokens, a.tokens - token), 0, 0});
+        tasks.push_back({row, head, token, std::min(tokens, a.tokens - token), 0, 0, a.sinks});
         find_slots(a, tasks.back());
       }
     }
   }
   return tasks;
-}
-
-int64_t first_block(const AttentionTask& task) { return task.first / kAttentionBlock; }
-int64_t end_block(const AttentionTask& task) {
-  return (task.last + kAttentionBlock - 1) / kAttentionBlock;
 }
 
 void attend_tasks(ffi::ThreadPool& pool, const Kernels& kernels, const Attention& a,
@@ -88,9 +83,9 @@ void attend_tasks(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
     float* sums = thread_memory().reserve(2 * sizes.sums + sizes.scratch);
     float* scratch = sums + 2 * sizes.sums;
     kernels.clear_sums(a, task.tokens, sums);
-    for (int64_t block = first_block(task); block < end_block(task); ++block) {
-      const AttentionStep step{&task, block}, next{&task, block + 1};
-      const AttentionAhead ahead{next.block < end_block(task) ? &next : nullptr, nullptr};
+    for (int64_t block = 0; block < task.blocks(); ++block) {
+      const AttentionStep step{&task, task.block(block)}, next{&task, task.block(block + 1)};
+      const AttentionAhead ahead{block + 1 < task.blocks() ? &next : nullptr, nullptr};
       kernels.attend_block(a, step, ahead, scratch, sums + sizes.sums);
       kernels.add_block(a, task.tokens, sums + sizes.sums, sums);
     }
@@ -103,10 +98,9 @@ void attend_tasks(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
 std::vector<AttentionStep> find_steps(const Attention& a, const std::vector<AttentionTask>& tasks) {
   std::vector<AttentionStep> steps;
   for (size_t first = 0; first < tasks.size(); first += a.kv_heads) {
-    const int64_t end = end_block(tasks[first]);
-    for (int64_t block = first_block(tasks[first]); block < end; ++block) {
+    for (int64_t block = 0; block < tasks[first].blocks(); ++block) {
       for (int64_t head = 0; head < a.kv_heads; ++head) {
-        steps.push_back({&tasks[first + head], block});
+        steps.push_back({&tasks[first + head], tasks[first].block(block)});
       }
     }
   }
@@ -144,8 +138,7 @@ void attend_steps(ffi::ThreadPool& pool, const Kernels& kernels, const Attention
     const AttentionTask& task = tasks[i];
     float* sums = all + (count + i) * stride;
     kernels.clear_sums(a, task.tokens, sums);
-    const int64_t blocks = end_block(task) - first_block(task);
-    for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t block = 0; block < task.blocks(); ++block) {
       const float* next = all + (firsts[i] + block * a.kv_heads) * stride;
       kernels.add_block(a, task.tokens, next, sums);
     }
@@ -225,7 +218,7 @@ ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
                      ffi::AnyBuffer values, ffi::AnyBuffer lengths, ffi::AnyBuffer positions,
                      ffi::AnyBuffer layer, ffi::RemainingArgs others,
-                     ffi::Result<ffi::AnyBuffer> result, int64_t window, float scale,
+                     ffi::Result<ffi::AnyBuffer> result, int64_t window, int64_t sinks, float scale,
                      std::string_view instruction_set) {
   const Kernels* kernels = find_kernels(instruction_set);
   if (kernels == nullptr) {
@@ -241,6 +234,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
         check("the result", *result, ffi::F32, shape_of(queries)), read_others(others, a)}) {
     if (error.failure()) return error;
   }
+  if (sinks < 0 || sinks > kMostSinks) {
+    return invalid("sinks must be in 0 … " + std::to_string(kMostSinks) + ", got " +
+                   std::to_string(sinks));
+  }
   a.layer = *static_cast<const int32_t*>(layer.untyped_data());
   if (a.layer < 0 || a.layer >= a.layers) {
     return invalid("layer must be in 0 … " + std::to_string(a.layers - 1) + ", got " +
@@ -252,6 +249,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
   a.positions = static_cast<const int32_t*>(positions.untyped_data());
   // Positions differ by less than 2^33: a wider window hides nothing more.
   a.windowed = window >= 0, a.window = std::min(window, int64_t{1} << 33), a.scale = scale;
+  a.sinks = a.windowed ? sinks : 0;
   a.out = static_cast<float*>(result->untyped_data());
   if (a.b * a.tokens * a.heads * a.e > 0) attend(pool, *kernels, a);
   return ffi::Error::Success();
@@ -272,5 +270,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, specjax::attention,
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("sinks")
                                   .Attr<float>("scale")
                                   .Attr<std::string_view>("instruction_set"));

@@ -70,7 +70,7 @@ class Ahead {
 
   // The slots in use of the step's block.
   static int64_t slots(const AttentionStep& step) {
-    return std::min(kAttentionBlock, step.task->last - step.block * kAttentionBlock);
+    return step.task->end(step.block) - step.block * kAttentionBlock;
   }
 
   void add(const Region& region) {

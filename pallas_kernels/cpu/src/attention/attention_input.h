@@ -67,12 +67,12 @@ struct Entries {
 
 // Slots first … end - 1, divided into strips.
 struct Span {
-  // The slots of a block that are visited: from the strip of task.first on, up to task.last - 1.
+  // The slots of a block that are visited: from the strip of task.first on, or from the sinks.
   Span(const AttentionTask& task, int64_t block) {
-    const int64_t start = block * kAttentionBlock, stop = start + kAttentionBlock;
-    const int64_t skipped = task.first > start ? (task.first - start) / kStrip : 0;
-    first = start + skipped * kStrip;
-    end = task.last < stop ? task.last : stop;
+    const int64_t start = block * kAttentionBlock;
+    const bool skips = task.first > start && (block > 0 || task.sinks == 0);
+    first = start + (skips ? (task.first - start) / kStrip * kStrip : 0);
+    end = task.end(block);
     strips = (end - first + kStrip - 1) / kStrip;
   }
 
@@ -267,10 +267,13 @@ inline void see_token(const Attention& a, const AttentionTask& task, int64_t tok
   const int32_t* positions = a.positions + task.batch_row * a.tokens;
   const int64_t oldest = a.windowed ? positions[token] - a.window + 1 : INT64_MIN;
   const int64_t context = std::clamp<int64_t>(length - first, 0, count);
-  for (int64_t i = 0; i < context; ++i) seen[i] = first + i >= oldest ? ~0u : 0u;
+  for (int64_t i = 0; i < context; ++i) {
+    seen[i] = first + i >= oldest || first + i < a.sinks ? ~0u : 0u;
+  }
   for (int64_t i = context; i < count; ++i) {
     const int64_t index = new_token(a, task, token, first + i - length);
-    seen[i] = index >= 0 && positions[index] >= oldest ? ~0u : 0u;
+    const bool near = index >= 0 && (positions[index] >= oldest || positions[index] < a.sinks);
+    seen[i] = near ? ~0u : 0u;
   }
 }
 

@@ -144,6 +144,7 @@ struct Prepared {
 };
 
 inline constexpr int64_t kAttentionBlock = 256;
+inline constexpr int64_t kMostSinks = 64;
 
 // How a cache holds its entries (pallas_kernels/cache_entries.py).
 enum class Cached { kFloat32, kBfloat16, kCodes8, kCodes4 };
@@ -171,8 +172,9 @@ struct Attention {
   int64_t heads_per_kv;  // heads / kv_heads
   bool windowed;
   int64_t window;
-  float scale;  // of scores, which are exponents of 2
-  float* out;   // [b, tokens, heads, e]
+  int64_t sinks;  // positions that every token sees, whatever the window: at most kMostSinks
+  float scale;    // of scores, which are exponents of 2
+  float* out;     // [b, tokens, heads, e]
 
   // The number of a batch row's first slot among all slots of the cache. Always inlined, as above.
   __attribute__((always_inline)) int64_t first_slot(int64_t batch_row) const {
@@ -181,10 +183,30 @@ struct Attention {
 };
 
 // The queries of `tokens` tokens from `token` on, of all heads that share the key-value head
-// `head`. They see no slots but first … last - 1. In a tree, the new tokens of a path count as if
-// they lay in consecutive slots (BlockWeights in attention.h).
+// `head`. They see no slots but first … last - 1, and the first `sinks`. In a tree, the new tokens
+// of a path count as if they lay in consecutive slots (BlockWeights in attention.h).
 struct AttentionTask {
-  int64_t batch_row, head, token, tokens, first, last;
+  int64_t batch_row, head, token, tokens, first, last, sinks;
+
+  // Its blocks: of the sinks, if these lie before the others, and of first … last - 1. Always
+  // inlined, as above.
+  __attribute__((always_inline)) bool sinks_apart() const {
+    return sinks > 0 && first >= kAttentionBlock;
+  }
+  __attribute__((always_inline)) int64_t blocks() const {
+    const int64_t end = (last + kAttentionBlock - 1) / kAttentionBlock;
+    return end - first / kAttentionBlock + sinks_apart();
+  }
+  // The number of the block that comes as number `i` of them.
+  __attribute__((always_inline)) int64_t block(int64_t i) const {
+    return sinks_apart() ? (i == 0 ? 0 : first / kAttentionBlock + i - 1)
+                         : first / kAttentionBlock + i;
+  }
+  // The end of a block's slots that are visited.
+  __attribute__((always_inline)) int64_t end(int64_t block) const {
+    const int64_t stop = block == 0 && sinks_apart() ? kMostSinks : (block + 1) * kAttentionBlock;
+    return last < stop ? last : stop;
+  }
 };
 
 struct AttentionStep {
