@@ -4,6 +4,7 @@ from specjax.drafting.auto import Auto
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.combined import Combined
 from specjax.drafting.draft_model import DraftModel
+from specjax.drafting.draft_tree import DraftTree
 from specjax.drafting.layer_skip import LayerSkip
 from specjax.drafting.lookahead import Lookahead
 from specjax.drafting.multilevel import MultiLevel
@@ -24,6 +25,7 @@ __all__ = [
     "Autoregressive",
     "Combined",
     "DraftModel",
+    "DraftTree",
     "Drafter",
     "Heuristic",
     "LayerSkip",

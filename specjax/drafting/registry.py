@@ -22,6 +22,7 @@ from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.combined import Combined
 from specjax.drafting.datastore import Datastore
 from specjax.drafting.draft_model import DraftModel
+from specjax.drafting.draft_tree import DraftTree
 from specjax.drafting.layer_skip import LayerSkip
 from specjax.drafting.lookahead import Lookahead
 from specjax.drafting.multilevel import MultiLevel
@@ -45,6 +46,7 @@ DRAFTERS: Mapping[str, type[Drafter]] = {
     "draft-model": DraftModel,
     "translated-draft": TranslatedDraft,
     "layer-skip": LayerSkip,
+    "draft-tree": DraftTree,
     "prompt-lookup": PromptLookup,
     "ngram": NGram,
     "lookahead": Lookahead,

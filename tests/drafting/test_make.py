@@ -43,6 +43,7 @@ TEXTS: dict[str, tuple[str, object]] = {
 NAMED: dict[tuple[str, str], tuple[str, object]] = {
     ("auto", "draft"): ("qspec:draft_length=2", specjax.QSpec(2)),
     ("draft-model", "share_cache"): ("true", True),
+    ("draft-tree", "draft"): ("qspec:draft_length=8", specjax.QSpec(8)),
     ("prompt-lookup", "whole"): ("true", True),
     ("prompt-lookup", "shortest"): ("2", 2),
     ("lookahead", "capacity"): ("96", 96),

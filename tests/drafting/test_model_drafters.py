@@ -11,7 +11,16 @@ import pytest
 
 import specjax
 from checkpoints_tools.quantization import quantize
-from specjax import Adaptive, DraftModel, Heuristic, LayerSkip, MultiLevel, PromptLookup, Spectra
+from specjax import (
+    Adaptive,
+    DraftModel,
+    DraftTree,
+    Heuristic,
+    LayerSkip,
+    MultiLevel,
+    PromptLookup,
+    Spectra,
+)
 from specjax.generation.decoding import start
 from specjax.model.layers import Linear
 from specjax.speculation.rounds import step
@@ -55,6 +64,7 @@ DRAFTERS = {
     "windows of two levels": MultiLevel(
         DraftModel(INT8, 6, share_cache=True, window=9), LayerSkip((0,), 2, window=3)
     ),
+    "a tree": DraftTree(DraftModel(OTHER, 3), 3, 7),
     "two levels": MultiLevel(DraftModel(INT8, 6), DraftModel(MXFP4, 2)),
     "two levels in one cache": MultiLevel(
         DraftModel(INT8, 6, confidence=0.2, share_cache=True), LayerSkip((0,), 2)
@@ -206,7 +216,9 @@ def test_what_drafts_for_a_level_does_not_move_its_end(inner: specjax.Drafter) -
     assert rounds < drafted < 5 * rounds, "a case that tests nothing"
 
 
-@pytest.mark.parametrize("name", representatives(["a cast", "adaptive", "two levels"], "a cast"))
+@pytest.mark.parametrize(
+    "name", representatives(["a cast", "adaptive", "two levels", "a tree"], "a cast")
+)
 def test_caches_are_updated_in_place(name: str) -> None:
     """A round's temporaries do not grow with the caches, also where the pass has several widths."""
     drafter = DRAFTERS[name]

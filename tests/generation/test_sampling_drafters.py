@@ -68,6 +68,8 @@ DRAFTERS = {
     "three levels": MultiLevel.of(
         [DraftModel(INT4, 3, schedule=Heuristic()), DraftModel(MXFP4, 2), DraftModel(OTHER, 1)]
     ),
+    "a tree": specjax.DraftTree(DraftModel(OTHER, 2), 3, 7),
+    "a tree in the target's cache": specjax.DraftTree(LayerSkip((0,), 2), 2, 5),
     "QSpec": specjax.QSpec(2, "a4"),
     "prompt lookup": PromptLookup(3),
     "n-grams": NGram(3),
