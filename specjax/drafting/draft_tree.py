@@ -14,9 +14,10 @@ Where the entries lie: node i of those that a pass reads goes to slot state.leng
 attention follows the paths among them, as in a verification (`verification.score`). Attention can
 name the tokens of its own pass, not scratch that an earlier pass left. So every pass reads the tree
 again from the last token: 1 + (level - 1) · `width` tokens. The passes are few, and nothing new is
-asked of the kernels. In the target's cache these slots are scratch, and the verification writes
-over them. A cache of the drafting model's own keeps the entries up to the last token's, and the
-next round's first pass reads the accepted tokens in a row, as EAGLE's head does.
+asked of the kernels, but each pass has a shape of its own to compile. In the target's cache these
+slots are scratch, and the verification writes over them. A cache of the drafting model's own keeps
+the entries up to the last token's, and the next round's first pass reads the accepted tokens in a
+row, as EAGLE's head does.
 
 Tokens are chosen without chance, so sampled drafts are compared with the target's own draws. The
 probabilities are then those that `Sampling` leaves: a valuable node is one that is drawn often.
