@@ -126,6 +126,8 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add_cache_bits(parser)
     help_ = "batch size; repeatable; 1 and 8 if left out"
     parser.add_argument("--rows", type=integer, action="append", metavar="N", help=help_)
+    help_ = "tokens of a prompt; 128 if left out"
+    parser.add_argument("--context", type=integer, default=128, metavar="N", help=help_)
 
 
 def _add_longest(parser: argparse.ArgumentParser) -> None:
@@ -285,8 +287,10 @@ def _calibrate(options: argparse.Namespace) -> None:
     sizes = options.rows or [1, 8]
     if min(sizes) < 1:
         raise ValueError(f"--rows must be at least 1, got {min(sizes)}")
+    if options.context < 1:
+        raise ValueError(f"--context must be at least 1, got {options.context}")
     params = chosen_target(options).params
-    found = [(rows, calibrate(params, rows, options.cache_bits)) for rows in sizes]
+    found = [(rows, calibrate(params, rows, options.cache_bits, options.context)) for rows in sizes]
     rows = [
         {"rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
         for rows, costs in found
@@ -295,7 +299,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     _print_table(header, [
         [_number(value) for value in (row["rows"], *row["passes"], row["draft"])] for row in rows
     ])  # fmt: skip
-    print("\nTimes in plain passes. Kept for this model and machine.")
+    print("\nTimes in plain passes. Kept for this model, context and machine.")
     write_json(options.json, {"costs": rows})
 
 

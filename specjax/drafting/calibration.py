@@ -29,22 +29,28 @@ from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
 from specjax.speculation.state import DecodeState, Stats
-from specjax.speculation.timing import relative, seconds, verify_repeatedly
+from specjax.speculation.timing import Timed, relative, seconds, verify_repeatedly
 from specjax.version import __version__
 
 _LEAST_BYTES = 32_000_000  # a smaller model is decoded faster than it is measured
-_CONTEXT = 128  # tokens in the cache while passes are timed
+_CONTEXTS = (128, 1024, 8192, 65536)  # tokens in the cache while passes are timed
+_WINDOW = 512  # of the model's own drafts
 _TURNS = 5
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 
 _log = logging.getLogger(__name__)
 _measured: dict[str, Costs] = {}  # by description, in this process
 # Describing a model takes a while, so its costs are also found by the object.
-_of_model: dict[tuple[int, int, int], tuple[weakref.ref[Params], Costs]] = {}
+_of_model: dict[tuple[int, int, int, int], tuple[weakref.ref[Params], Costs]] = {}
 
 
 def settled(
-    drafter: Auto, params: Params, rows: int, cache_bits: int, activation: Activation
+    drafter: Auto,
+    params: Params,
+    rows: int,
+    cache_bits: int,
+    activation: Activation,
+    context: int,
 ) -> Auto:
     """Returns the drafter with costs, and with the model's cheap reading where it may pay.
 
@@ -54,39 +60,41 @@ def settled(
       rows: the batch size.
       cache_bits: bits per entry of the KV cache.
       activation: of the target; the model's own drafts need a cheaper one.
+      context: tokens of a prompt.
     """
     if drafter.costs is not None:
         return drafter
-    costs = costs_of(params, rows, cache_bits)
+    costs = costs_of(params, rows, cache_bits, context)
     draft = drafter.draft
     if draft is None and params.quantized and activation == "a16":
-        draft = QSpec(WIDTHS[-1]) if _may_pay(costs) else None
+        draft = QSpec(WIDTHS[-1], window=_WINDOW) if _may_pay(costs) else None
     return dataclasses.replace(drafter, costs=costs, draft=draft)
 
 
-def costs_of(params: Params, rows: int, cache_bits: int = 16) -> Costs:
+def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = 128) -> Costs:
     """Returns the costs of passes over a batch: measured before, measured now, or estimated.
 
     A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
     measured before are estimated.
     """
-    rows = _like(rows)
-    place = id(params), rows, cache_bits
+    rows, context = _like(rows), _like_context(params, context)
+    place = id(params), rows, cache_bits, context
     known = _of_model.get(place)
     if known is not None and known[0]() is params:
         return known[1]
-    costs = _find_costs(params, rows, cache_bits)
+    costs = _find_costs(params, rows, cache_bits, context)
     _of_model[place] = weakref.ref(params, lambda _: _of_model.pop(place, None)), costs
     return costs
 
 
-def calibrate(params: Params, rows: int, cache_bits: int = 16) -> Costs:
+def calibrate(params: Params, rows: int, cache_bits: int = 16, context: int = 128) -> Costs:
     """Measures the costs of passes over a batch anew, and keeps them in place of older ones.
 
     Args:
       params: the model.
       rows: the batch size; up to the next power of two, batch sizes share a measurement.
       cache_bits: bits per entry of the KV cache.
+      context: tokens of a prompt; those within a factor of three share a measurement.
 
     Raises ValueError for a model whose costs are estimated.
     """
@@ -97,8 +105,9 @@ def calibrate(params: Params, rows: int, cache_bits: int = 16) -> Costs:
             f"params must have at least {_LEAST_BYTES} bytes, got {params.nbytes}: costs of a "
             "smaller model are estimated"
         )
-    rows = _like(rows)
-    costs = _measure(params, rows, cache_bits, _description(params, rows, cache_bits))
+    rows, context = _like(rows), _like_context(params, context)
+    described = _description(params, rows, cache_bits, context)
+    costs = _measure(params, rows, cache_bits, context, described)
     _of_model.clear()
     return costs
 
@@ -108,10 +117,16 @@ def _like(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
+def _like_context(params: Params, context: int) -> int:
+    """The context whose measurement one of so many tokens shares."""
+    nearest = min(_CONTEXTS, key=lambda each: abs(math.log(each / max(context, 1))))
+    return min(nearest, params.config.max_position_embeddings - 2 * WIDTHS[-1])
+
+
+def _find_costs(params: Params, rows: int, cache_bits: int, context: int) -> Costs:
     if params.mesh is not None or params.nbytes < _LEAST_BYTES:
         return Costs.usual(rows)
-    described = _description(params, rows, cache_bits)
+    described = _description(params, rows, cache_bits, context)
     name = _name(described)
     if name not in _measured:
         place = kept_files("costs")
@@ -120,14 +135,14 @@ def _find_costs(params: Params, rows: int, cache_bits: int) -> Costs:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
                 return Costs.usual(rows)
             _log.info("measuring once what drafting costs on this machine: a few seconds")
-            return _measure(params, rows, cache_bits, described)
+            return _measure(params, rows, cache_bits, context, described)
         _measured[name] = found
     return _measured[name]
 
 
-def _measure(params: Params, rows: int, cache_bits: int, described: str) -> Costs:
+def _measure(params: Params, rows: int, cache_bits: int, context: int, described: str) -> Costs:
     """Measures costs, and keeps them in this process and on disk."""
-    costs, name = measure_costs(params, rows, cache_bits), _name(described)
+    costs, name = measure_costs(params, rows, cache_bits, context), _name(described)
     _measured[name] = costs
     place = kept_files("costs")
     if place is not None:
@@ -139,22 +154,23 @@ def _name(described: str) -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
-def measure_costs(params: Params, rows: int, cache_bits: int = 16) -> Costs:
+def measure_costs(
+    params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]
+) -> Costs:
     """Times the passes that `Auto` chooses among, in turns; a few seconds."""
-    holder = [_state(params, rows, cache_bits)]
+    holder = [_state(params, rows, cache_bits, context)]
 
-    def timer(drafts: int, activation: Activation) -> partial[float]:
-        return partial(
-            seconds,
-            lambda state, repeats: verify_repeatedly(
-                params, state, repeats, drafts, activation, None
-            ),
-            holder,
-        )
+    def timer(drafts: int, activation: Activation, window: int | None = None) -> partial[float]:
+        def program(state: DecodeState, repeats: int) -> Timed:
+            state = dataclasses.replace(state, cache=state.cache.with_window(window))
+            timed: Timed = verify_repeatedly(params, state, repeats, drafts, activation, None)
+            return timed
+
+        return partial(seconds, program, holder)
 
     timers = [timer(width, "a16") for width in WIDTHS]
     if params.quantized:
-        timers.append(timer(0, "a8"))
+        timers.append(timer(0, "a8", _WINDOW))
     [costs], _ = relative([timers], _TURNS)
     draft = costs[len(WIDTHS)] if params.quantized else 1.0
     return Costs(np.array(costs[: len(WIDTHS)], np.float32), np.float32(draft))
@@ -169,14 +185,14 @@ def _may_pay(costs: Costs) -> bool:
     )
 
 
-def _state(params: Params, rows: int, cache_bits: int) -> DecodeState:
+def _state(params: Params, rows: int, cache_bits: int, context: int) -> DecodeState:
     """A state in the middle of decoding; what its tokens are does not matter to time."""
-    capacity = _CONTEXT + 2 * WIDTHS[-1]
+    capacity = context + 2 * WIDTHS[-1]
     cache = KVCache.create(params.config, rows, capacity, cache_bits, params.num_kv_heads)
-    lengths = jnp.full(rows, _CONTEXT, jnp.int32)
+    lengths = jnp.full(rows, context, jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
-        prompts=jnp.full(rows, _CONTEXT, jnp.int32),
+        prompts=jnp.full(rows, context, jnp.int32),
         lengths=lengths,
         limits=lengths + WIDTHS[-1],
         finished=jnp.zeros(rows, bool),
@@ -191,7 +207,7 @@ def _state(params: Params, rows: int, cache_bits: int) -> DecodeState:
     )
 
 
-def _description(params: Params, rows: int, cache_bits: int) -> str:
+def _description(params: Params, rows: int, cache_bits: int, context: int) -> str:
     """All that costs depend on, as text."""
     leaves, structure = jax.tree.flatten(params)
     shapes = " ".join(f"{leaf.dtype}{leaf.shape}" for leaf in leaves)
@@ -202,6 +218,7 @@ def _description(params: Params, rows: int, cache_bits: int) -> str:
         "model": hashlib.sha256(f"{structure} {shapes}".encode()).hexdigest(),
         "rows": rows,
         "cache_bits": cache_bits,
+        "context": context,
     })  # fmt: skip
 
 

@@ -235,21 +235,21 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
 ) -> None:
     monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
     monkeypatch.setattr(calibration, "kept_files", lambda kind: tmp_path)
-    times: list[int] = []
+    times: list[tuple[int, int]] = []
 
-    def measured(params: specjax.Params, rows: int, bits: int) -> Costs:
-        times.append(rows)
+    def measured(params: specjax.Params, rows: int, bits: int, context: int) -> Costs:
+        times.append((rows, context))
         return FREE
 
-    def found(rows: int) -> Costs:
+    def found(rows: int, context: int = 100) -> Costs:
         monkeypatch.setattr(calibration, "_measured", {})
         monkeypatch.setattr(calibration, "_of_model", {})
-        return calibration.costs_of(PARAMS, rows)
+        return calibration.costs_of(PARAMS, rows, context=context)
 
     monkeypatch.setattr(calibration, "measure_costs", measured)
-    for rows in (3, 4, 4, 5):
-        np.testing.assert_array_equal(found(rows).passes, FREE.passes)
-    assert times == [4, 8]
+    for rows, context in ((3, 1), (4, 128), (4, 300), (5, 5000), (8, 10**6)):
+        np.testing.assert_array_equal(found(rows, context).passes, FREE.passes)
+    assert times == [(4, 128), (8, 498)]  # the model has 512 positions
     files = sorted(tmp_path.iterdir())
     whole = [json.loads(file.read_text()) for file in files]
     for text in ("", "[]", json.dumps(whole[0] | {"passes": [1, 2]}),
@@ -258,8 +258,8 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
         for file in files:
             file.write_text(text)
         times.clear()
-        found(4), found(8)
-        assert times == [4, 8], text
+        found(4), found(8, 5000)
+        assert times == [(4, 128), (8, 498)], text
 
 
 @pytest.mark.exhaustive
