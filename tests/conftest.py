@@ -12,10 +12,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jax
 import jaxtyping
 import pytest
 
+from specjax.bench.mappings import forget_programs
 from specjax.model.params import Params
 from tests.support.covering import covering
 from tests.support.random_models import quantized_model
@@ -49,6 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.exhaustive)
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives every file to one process, and the files of tests/serving to one: the programs of
+    their server are the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByPrograms(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/serving" if file.startswith("tests/serving/") else file
+
+    return ByPrograms(config, log)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints which files took longer than a file should; no test fails for its time."""
     seconds: Counter[str] = Counter()
@@ -69,9 +83,10 @@ def values(parameters: Mapping[str, Any]) -> dict[str, Hashable]:
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled_programs() -> Iterator[None]:
     """Every program that XLA has compiled stays mapped; the suite makes more of them than the 65530
-    mappings that Linux allows a process, and the one that finds no room ends in a crash."""
+    mappings that Linux allows a process, and the one that finds no room ends in a crash. A file
+    finds those of the files before it, until they take a quarter of the mappings."""
     yield
-    jax.clear_caches()
+    forget_programs()
 
 
 @pytest.fixture
