@@ -30,7 +30,7 @@ from specjax.model.config import RopeScaling
 from specjax.model.params import Params, stored
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
 from tests.support.random_models import CONFIG, random_model
-from tests.support.random_weights import FORMATS, random_weights
+from tests.support.random_weights import FORMATS, random_weight
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALING = RopeScaling("llama3", 8.0, 128)
@@ -112,7 +112,7 @@ def test_round_trip_of_every_format(tmp_path: Path) -> None:
     params = random_model()
     shapes = [linear.weight.shape for linear in params.linears()]
     for name in FORMATS:
-        replaced = iter([random_weights(n, k)[name] for n, k in shapes])
+        replaced = iter([random_weight(name, n, k) for n, k in shapes])
         weights = {
             key: next(replaced) if len(shape) == 2 and key.startswith("layers") else weight
             for (key, weight), shape in zip(

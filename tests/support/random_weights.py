@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -71,40 +73,62 @@ def with_outliers(n: int, k: int) -> Int4Weight:
     return dataclasses.replace(inner, outliers=Outliers(columns, outer))
 
 
+@lru_cache
+def random_weight(name: str, n: int, k: int) -> Weight:
+    """A weight (n, k) of one format."""
+    rng = np.random.default_rng([n, k, 2])
+
+    def integers(low: int, high: int, dtype: type = np.int8) -> jax.Array:
+        return jnp.asarray(rng.integers(low, high, (n, k), dtype))
+
+    def scales(group_size: int | None, dtype: str) -> jax.Array:
+        groups = 1 if group_size is None else -(-k // group_size)
+        return jnp.asarray(rng.uniform(0.0005, 0.004, (n, groups)), dtype)
+
+    def mxfp4() -> Weight:
+        exponents = rng.integers(120, 125, (n, -(-k // 32)), dtype=np.uint8)
+        return mxfp4_from_codes(integers(0, 16, np.uint8), jnp.asarray(exponents))
+
+    def int8(group_size: int | None, dtype: str = "float32", minima: bool = False) -> Weight:
+        each = scales(group_size, dtype)
+        least = random_minima(each, 256) if minima else None
+        return int8_from_integers(integers(-128, 128), each, group_size, minima=least)
+
+    def nested8(group_size: int | None, dtype: str) -> Weight:
+        sixteenths = integers(SMALLEST, LARGEST + 1)
+        return nested_int8_from_integers(sixteenths, scales(group_size, dtype), group_size)
+
+    def values(dtype: str) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(n, k)) * 0.05, dtype)
+
+    make: dict[str, Callable[[], Weight]] = {
+        "int4-32": lambda: random_int4(n, k, 32, "float16"),
+        "int4-64": lambda: random_int4(n, k, 64, "float32"),
+        "int4-128": lambda: random_int4(n, k, 128),
+        "int4-channel": lambda: random_int4(n, k, None),
+        "int4-32-zeros": lambda: random_int4(n, k, 32, zeros=True),
+        "int4-128-zeros": lambda: random_int4(n, k, 128, zeros=True),
+        "int4-channel-zeros": lambda: random_int4(n, k, None, "float32", zeros=True),
+        "int4-32-minima": lambda: random_int4(n, k, 32, "float16", minima=True),
+        "int4-channel-minima": lambda: random_int4(n, k, None, "float32", minima=True),
+        "int4-outliers": lambda: with_outliers(n, k),
+        "mxfp4": mxfp4,
+        "int8-64": lambda: int8(64),
+        "int8-32-minima": lambda: int8(32, "float16", minima=True),
+        "int8-channel": lambda: int8(None),
+        "nested8-64": lambda: nested8(64, "bfloat16"),
+        "nested8-channel": lambda: nested8(None, "float32"),
+        "bfloat16": lambda: plain_weight(values("bfloat16")),
+        "float32": lambda: values("float32"),
+        "bfloat12": lambda: random_bfloat12(n, k),
+    }
+    assert tuple(make) == FORMATS
+    return make[name]()
+
+
 def random_weights(n: int, k: int) -> dict[str, Weight]:
     """A weight (n, k) of every format."""
-    rng = np.random.default_rng([n, k, 2])
-    codes = jnp.asarray(rng.integers(0, 16, (n, k), dtype=np.uint8))
-    exponents = jnp.asarray(rng.integers(120, 125, (n, -(-k // 32)), dtype=np.uint8))
-    bytes_ = jnp.asarray(rng.integers(-128, 128, (n, k), dtype=np.int8))
-    sixteenths = jnp.asarray(rng.integers(SMALLEST, LARGEST + 1, (n, k), dtype=np.int8))
-    scales = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 64))), jnp.float32)
-    narrow = jnp.asarray(rng.uniform(0.0005, 0.004, (n, -(-k // 32))), jnp.float16)
-    minima = random_minima(narrow, 256)
-    values = jnp.asarray(rng.normal(size=(n, k)) * 0.05, jnp.float32)
-    weights = {
-        "int4-32": random_int4(n, k, 32, "float16"),
-        "int4-64": random_int4(n, k, 64, "float32"),
-        "int4-128": random_int4(n, k, 128),
-        "int4-channel": random_int4(n, k, None),
-        "int4-32-zeros": random_int4(n, k, 32, zeros=True),
-        "int4-128-zeros": random_int4(n, k, 128, zeros=True),
-        "int4-channel-zeros": random_int4(n, k, None, "float32", zeros=True),
-        "int4-32-minima": random_int4(n, k, 32, "float16", minima=True),
-        "int4-channel-minima": random_int4(n, k, None, "float32", minima=True),
-        "int4-outliers": with_outliers(n, k),
-        "mxfp4": mxfp4_from_codes(codes, exponents),
-        "int8-64": int8_from_integers(bytes_, scales, 64),
-        "int8-32-minima": int8_from_integers(bytes_, narrow, 32, minima=minima),
-        "int8-channel": int8_from_integers(bytes_, scales[:, :1], None),
-        "nested8-64": nested_int8_from_integers(sixteenths, scales.astype(jnp.bfloat16), 64),
-        "nested8-channel": nested_int8_from_integers(sixteenths, scales[:, :1], None),
-        "bfloat16": plain_weight(values.astype(jnp.bfloat16)),
-        "float32": values,
-        "bfloat12": random_bfloat12(n, k),
-    }
-    assert tuple(weights) == FORMATS
-    return weights
+    return {name: random_weight(name, n, k) for name in FORMATS}
 
 
 def random_bits(n: int, k: int, escapes: float = 0.003) -> np.ndarray:
