@@ -16,14 +16,13 @@ from checkpoints_tools.quantization.atom import mix_precisions, outlier_count, s
 from checkpoints_tools.quantization.calibration import InputStatistics, calibration_tokens
 from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.rtn import round_to_nearest
-from pallas_kernels.activations import clip_activations, quantize_activations
+from pallas_kernels.activations import clip_activations
 from pallas_kernels.formats import Int4Weight, Quantized
 from pallas_kernels.matmul import matmul
-from pallas_kernels.weight_values import dequantize
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Layer
 from specjax.model.params import Params
-from specjax.model.transformer import forward
+from tests.support.compiled import dequantize, forward, quantize_activations
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.random_weights import random_int4

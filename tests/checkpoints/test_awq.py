@@ -19,9 +19,9 @@ from checkpoints_tools.quantization.awq import (
 )
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
 from checkpoints_tools.quantization.rtn import OUTPUT_RATIOS, round_clipped, round_to_nearest
-from pallas_kernels.weight_values import dequantize
 from specjax.model.config import ModelConfig
 from specjax.model.layers import Layer, Linear
+from tests.support.compiled import dequantize
 from tests.support.random_models import CONFIG, random_model
 
 

@@ -11,7 +11,8 @@ import pytest
 from checkpoints_tools.quantization import calibration, quantize
 from checkpoints_tools.quantization.calibration import calibration_tokens
 from specjax.model.kv_cache import KVCache
-from specjax.model.transformer import forward, linear, norm
+from specjax.model.transformer import linear, norm
+from tests.support.compiled import forward
 from tests.support.random_models import CONFIG, quantized_model, random_model
 
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (3, 20))

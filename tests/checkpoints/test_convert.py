@@ -22,11 +22,10 @@ from checkpoints_tools.loading import load, load_tokenizer
 from checkpoints_tools.quantization import quantize
 from pallas_kernels.formats import Int4Weight
 from pallas_kernels.interleave import by_rows
-from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.cli import main
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params, stored
-from specjax.model.transformer import forward
+from tests.support.compiled import dequantize, forward, plain_values
 from tests.support.hf_directories import random_tensors, write_config, write_model, write_tensors
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -13,21 +13,20 @@ import pytest
 
 import specjax
 from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight, Quantized
-from pallas_kernels.weight_values import dequantize as values_of
-from pallas_kernels.weight_values import plain_values
 from specjax.commands.options import load_target
 from specjax.model.params import Params
 from specjax.model.weight_names import is_block_matrix, named_weights
 from tests.checkpoints.test_checkpoint import assert_same
+from tests.support.compiled import dequantize, plain_values
 from tests.support.random_models import CONFIG, quantized_model, random_model
-from tests.support.random_weights import random_weights
+from tests.support.random_weights import random_weight, random_weights
 
 TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True, num_layers=1, dtype="bfloat16")
 
 
 def tied_model() -> Params:
     """4-bit layers, and an 8-bit embedding with minima that is also the head, as SmolLM2 has."""
-    embedding = random_weights(TIED.vocab_size, TIED.hidden_size)["int8-32-minima"]
+    embedding = random_weight("int8-32-minima", TIED.vocab_size, TIED.hidden_size)
     return specjax.prepack(
         dataclasses.replace(quantized_model(TIED), embedding=embedding, lm_head=None)
     )
@@ -39,7 +38,7 @@ def test_every_format_becomes_its_values() -> None:
     for name, weight in random_weights(*layer.q.weight.shape).items():
         q = dataclasses.replace(layer.q, weight=weight)
         given = dataclasses.replace(model, layers=(dataclasses.replace(layer, q=q),))
-        expected = np.asarray(values_of(weight))
+        expected = np.asarray(dequantize(weight))
         for dtype in ("float32", "bfloat16"):
             got = specjax.dequantize(specjax.prepack(given), dtype).layers[0].q.weight
             assert not isinstance(got, Quantized), name
@@ -92,7 +91,7 @@ def test_convert_rounds_again_and_says_so(tmp_path: Path) -> None:
     expected = named_weights(specjax.quantize(exact, "mxfp4"))
     for name, weight in named_weights(got).items():
         if is_block_matrix(name):
-            np.testing.assert_array_equal(values_of(weight), values_of(expected[name]))
+            np.testing.assert_array_equal(dequantize(weight), dequantize(expected[name]))
 
 
 @pytest.mark.exhaustive

@@ -24,12 +24,12 @@ from pallas_kernels.formats import (
     int8_from_integers,
     mxfp4_from_codes,
 )
-from pallas_kernels.weight_values import dequantize
 from specjax.cli import main
 from specjax.model.params import Params
 from specjax.model.weight_names import HEAD, is_block_matrix, named_weights, params_from_weights
 from tests.checkpoints.test_convert import assert_same
 from tests.model.test_families import GOLDEN, NAMES
+from tests.support.compiled import dequantize
 from tests.support.random_models import CONFIG, random_model
 from tests.support.random_weights import random_int4, with_outliers
 

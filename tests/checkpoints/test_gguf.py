@@ -17,12 +17,11 @@ import specjax
 from checkpoints_tools.gguf.blocks import EXACT, to_weight
 from checkpoints_tools.gguf.model import open_gguf, their_name
 from pallas_kernels.formats import Int4Weight, Int8Weight
-from pallas_kernels.weight_values import dequantize
 from specjax.model.config import RopeScaling
 from specjax.model.kv_cache import KVCache
 from specjax.model.rope import rope_frequencies
-from specjax.model.transformer import forward
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
+from tests.support.compiled import dequantize, forward
 from tests.support.gguf_files import (
     CONFIG,
     TOKENS,

@@ -12,7 +12,7 @@ from checkpoints_tools.quantization.gptq import DAMPING, _round_rows, round_by_g
 from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.rtn import round_to_nearest
 from pallas_kernels.formats import Int4Weight, unpack
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize
 
 
 def problem(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -21,11 +21,11 @@ from pallas_kernels.interleave import by_rows
 from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.planes import draft_plane, joined
-from pallas_kernels.weight_values import dequantize
 from specjax.model.params import Params, stored
 from specjax.model.sizes import weight_bytes
 from specjax.model.weight_names import is_block_matrix, named_weights
 from tests.checkpoints.test_checkpoint import assert_same
+from tests.support.compiled import dequantize
 from tests.support.covering import left_out
 from tests.support.random_models import CONFIG, random_model, random_prompts
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,10 +16,10 @@ import specjax
 from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load
 from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight, Weight
-from pallas_kernels.weight_values import dequantize, plain_values
 from specjax.model.params import Params
 from tests.checkpoints.test_convert import assert_same
 from tests.support import packers
+from tests.support.compiled import dequantize, plain_values
 from tests.support.covering import representatives
 from tests.support.hf_directories import random_tensors
 from tests.support.packers import (
@@ -34,8 +33,6 @@ from tests.support.packers import (
     with_tensors,
     write_quantized,
 )
-
-dequantized = jax.jit(dequantize)
 
 
 def weight_of(params: Params, module: str) -> Weight:
@@ -135,7 +132,7 @@ def test_weights_are_exact(tmp_path: Path, case: str) -> None:
     for module, values in expected.items():
         weight = weight_of(params, module)
         assert type(weight) is kind
-        np.testing.assert_array_equal(dequantized(weight), values, err_msg=module)
+        np.testing.assert_array_equal(dequantize(weight), values, err_msg=module)
         if kind is not Mxfp4Weight:
             assert weight.scales.dtype == jnp.float16
             assert (weight.zeros is None) == (case in WITHOUT_ZEROS)
@@ -163,7 +160,7 @@ def test_quantized_head(tmp_path: Path, tied: bool) -> None:
     expected = write_quantized(tmp_path, GPTQ, lambda module: packer, fields)
     params = load(tmp_path)
     assert not params.config.tie_word_embeddings
-    np.testing.assert_array_equal(dequantized(params.lm_head.weight), expected["lm_head"])
+    np.testing.assert_array_equal(dequantize(params.lm_head.weight), expected["lm_head"])
 
 
 # Patterns assign schemes to layers; a layer without a scheme is plain.
@@ -185,7 +182,7 @@ def test_schemes_by_pattern(tmp_path: Path) -> None:
     expected = write_quantized(tmp_path, config, packer_of)
     params = load(tmp_path)
     for module, values in expected.items():
-        np.testing.assert_array_equal(dequantized(weight_of(params, module)), values)
+        np.testing.assert_array_equal(dequantize(weight_of(params, module)), values)
     name = "model.layers.0.self_attn.v_proj"
     values = random_tensors(tmp_path)[f"{name}.weight"]
     np.testing.assert_array_equal(plain_values(weight_of(params, name)), values)
@@ -256,4 +253,4 @@ def test_biases(tmp_path: Path) -> None:
     q = load(tmp_path).layers[0].q
     name = "model.layers.0.self_attn.q_proj"
     np.testing.assert_array_equal(q.bias, random_tensors(tmp_path)[f"{name}.bias"])
-    np.testing.assert_array_equal(dequantized(q.weight), expected[name])
+    np.testing.assert_array_equal(dequantize(q.weight), expected[name])

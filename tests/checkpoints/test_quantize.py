@@ -30,8 +30,8 @@ from pallas_kernels.interleave import by_rows
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import LINEARS, Linear
 from specjax.model.params import Params
-from specjax.model.transformer import forward
 from tests.conftest import ROOT
+from tests.support.compiled import forward
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model
 

@@ -17,8 +17,8 @@ from specjax import Autoregressive, DraftModel, MultiLevel, Sampling, Translated
 from specjax.generation.decoding import start
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
-from specjax.model.transformer import forward
 from specjax.speculation.rounds import step
+from tests.support.compiled import forward
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.small_tokenizers import (

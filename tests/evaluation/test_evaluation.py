@@ -11,10 +11,11 @@ import pytest
 import specjax
 from specjax.evaluation import fidelity, perplexity
 from specjax.model.kv_cache import KVCache
-from specjax.model.transformer import forward
+from tests.support.compiled import forward
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 
 PARAMS = quantized_model(group_size=32)
+WINDOW = 16
 
 
 def _text(length: int) -> list[int]:
@@ -22,13 +23,17 @@ def _text(length: int) -> list[int]:
 
 
 def _nats(tokens: list[int]) -> np.ndarray:
-    """Negative log-likelihood of tokens[1:], by the definition, in float64."""
-    width = len(tokens)
-    cache = KVCache.create(CONFIG, 1, width)
-    logits, _ = forward(PARAMS, jnp.array([tokens]), jnp.arange(width)[None], cache)
-    logits = np.asarray(logits[0], np.float64)
+    """Negative log-likelihood of tokens[1:], by the definition, in float64.
+
+    Shorter texts are followed by zeros, which no token before them sees, so they share a program.
+    """
+    padded = np.zeros((1, WINDOW), np.int32)
+    padded[0, : len(tokens)] = tokens
+    cache = KVCache.create(CONFIG, 1, WINDOW)
+    logits, _ = forward(PARAMS, padded, jnp.arange(WINDOW)[None], cache)
+    logits = np.asarray(logits[0, : len(tokens)], np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return -log_probs[np.arange(width - 1), tokens[1:]]
+    return -log_probs[np.arange(len(tokens) - 1), tokens[1:]]
 
 
 # Disjoint windows: each is a text of its own.
@@ -36,9 +41,9 @@ def _nats(tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("length", [2, 16, 17, 40])
 def test_disjoint_windows(length, rows) -> None:
     text = _text(length)
-    parts = [text[start : start + 16] for start in range(0, length, 16)]
+    parts = [text[start : start + WINDOW] for start in range(0, length, WINDOW)]
     nats = np.concatenate([_nats(part) for part in parts if len(part) > 1])
-    result = perplexity(PARAMS, text, window=16, rows=rows)
+    result = perplexity(PARAMS, text, window=WINDOW, rows=rows)
     assert result.tokens == len(nats)
     np.testing.assert_allclose(result.nats, nats.mean(), rtol=1e-5)
     np.testing.assert_allclose(result.perplexity, np.exp(nats.mean()), rtol=1e-5)
@@ -49,12 +54,12 @@ def test_disjoint_windows(length, rows) -> None:
 def test_sliding_windows(stride) -> None:
     text, nats, reached = _text(33), [], 1
     for start in range(0, len(text) - 1, stride):
-        part = text[start : start + 16]
+        part = text[start : start + WINDOW]
         nats += _nats(part)[reached - start - 1 :].tolist()
         reached = start + len(part)
         if reached == len(text):
             break
-    result = perplexity(PARAMS, text, window=16, stride=stride, rows=2)
+    result = perplexity(PARAMS, text, window=WINDOW, stride=stride, rows=2)
     assert result.tokens == len(nats) == 32
     np.testing.assert_allclose(result.nats, np.mean(nats), rtol=1e-5)
 

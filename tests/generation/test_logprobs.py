@@ -15,8 +15,8 @@ from specjax import DraftModel, LayerSkip, Logprobs, Lookahead, MultiLevel, NGra
 from specjax.drafting.datastore import Datastore
 from specjax.generation.decoding import start
 from specjax.model.kv_cache import KVCache
-from specjax.model.transformer import forward
 from specjax.speculation.logprobs import score_emitted
+from tests.support.compiled import forward
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts
 from tests.support.tree_drafter import TreeDrafter

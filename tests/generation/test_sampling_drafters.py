@@ -36,7 +36,7 @@ from specjax import (
 from specjax.drafting.auto import Costs
 from specjax.drafting.datastore import Datastore
 from specjax.model.kv_cache import KVCache
-from specjax.model.transformer import forward
+from tests.support.compiled import forward
 from tests.support.covering import representatives
 from tests.support.random_models import random_model
 

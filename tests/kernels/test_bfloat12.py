@@ -24,7 +24,7 @@ from pallas_kernels.interleave import by_rows, interleave
 from pallas_kernels.matmul import matmul
 from pallas_kernels.stacks import Stacked
 from pallas_kernels.weight_checks import check_arrays
-from pallas_kernels.weight_values import dequantize, plain_values, take_rows
+from tests.support.compiled import dequantize, plain_values, take_rows
 from tests.support.covering import representatives
 from tests.support.random_weights import random_bits, random_rows
 
@@ -100,17 +100,22 @@ def test_products_have_the_bits_of_the_plain_matrix(instruction_set: str, n: int
     for escapes in (0, 0.0003, 0.02):
         bits = random_bits(n, k, escapes)
         weights = encoded(bits), interleave(Bfloat16Weight(jnp.asarray(bits)))
-        for dtype in ("bfloat16", "float32"):
-            for m in (1, 2, 3, 7, 12, 13, 24, 25, 33, 64):
-                one, other = _products(random_rows(m, k, dtype), weights, instruction_set)
-                np.testing.assert_array_equal(
-                    np.asarray(one).view(np.uint32), np.asarray(other).view(np.uint32)
-                )
+        numbers = (1, 2, 3, 7, 12, 13, 24, 25, 33, 64)
+        rows = [random_rows(m, k, dtype) for dtype in ("bfloat16", "float32") for m in numbers]
+        for one, other in _products(rows, weights, instruction_set):
+            np.testing.assert_array_equal(
+                np.asarray(one).view(np.uint32), np.asarray(other).view(np.uint32)
+            )
 
 
 @partial(jax.jit, static_argnums=2)
-def _products(x: jax.Array, weights: tuple[Weight, ...], instruction_set: str) -> list[jax.Array]:
-    return [cpu.matmul(x, (w,), instruction_set=instruction_set)[0] for w in weights]
+def _products(
+    rows: list[jax.Array], weights: tuple[Weight, ...], instruction_set: str
+) -> list[list[jax.Array]]:
+    """One program for all numbers of rows, because compiling takes most of the time."""
+    return [
+        [cpu.matmul(x, (w,), instruction_set=instruction_set)[0] for w in weights] for x in rows
+    ]
 
 
 @pytest.mark.recompiled

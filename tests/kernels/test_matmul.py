@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu, reference
-from pallas_kernels.activations import quantize_activations, split_activations
+from pallas_kernels.activations import split_activations
 from pallas_kernels.cpu.native import instruction_sets
 from pallas_kernels.formats import (
     PLANE,
@@ -39,42 +38,72 @@ from pallas_kernels.formats import (
 from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize, quantize_activations
 from tests.support.covering import representatives
-from tests.support.random_weights import FORMATS, SOME, random_int4, random_rows
-from tests.support.random_weights import random_weights as make_weights
+from tests.support.random_weights import FORMATS, SOME, random_int4, random_rows, random_weight
 
-Implementation = Callable[..., jax.Array]
-random_weights = lru_cache(make_weights)
-quantized = jax.jit(quantize_activations, static_argnums=(1, 2))
+Implementation = Callable[..., list[list[jax.Array]]]
 split = jax.jit(split_activations, static_argnums=1)
-dequantized = jax.jit(dequantize)
 
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
 
 
-def _on(instruction_set: str) -> Implementation:
-    def run(x: jax.Array, weight: Weight, activation: str) -> jax.Array:
-        return cpu.matmul(x, (weight,), activation=activation, instruction_set=instruction_set)[0]
+def _program(multiply: Callable[..., jax.Array]) -> Implementation:
+    """One program for all rows and activations, because compiling takes most of the time."""
+
+    def run(
+        rows: list[jax.Array], weight: Weight, activations: tuple[str, ...]
+    ) -> list[list[jax.Array]]:
+        return [[multiply(x, weight, each) for each in activations] for x in rows]
 
     return jax.jit(run, static_argnums=2)
 
 
+def _on(instruction_set: str) -> Implementation:
+    return _program(
+        lambda x, weight, activation: cpu.matmul(
+            x, (weight,), activation=activation, instruction_set=instruction_set
+        )[0]
+    )
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": jax.jit(reference.matmul, static_argnums=2),
+    "reference": _program(reference.matmul),
     **{name: _on(name) for name in instruction_sets()},
 }
 FUSED = [name for name in instruction_sets() if name != "portable"]  # they round a · b + c once
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 formats = pytest.mark.parametrize("name", FORMATS)
+ROWS = [random_rows(m, 300) for m in (1, 9, 40)]
 some_formats = pytest.mark.parametrize("name", representatives(FORMATS, *SOME))
 
 
 def run(implementation: str, x: jax.Array, weight: Weight, activation: str) -> np.ndarray:
-    """Multiplies: f64[M, N]. Weights with outliers go through `matmul`, which splits them."""
+    """Multiplies: f64[M, N]."""
+    return runs(implementation, [x], weight, (activation,))[0][0]
+
+
+def runs(
+    implementation: str, rows: list[jax.Array], weight: Weight, activations: tuple[str, ...]
+) -> list[list[np.ndarray]]:
+    """Multiplies each of the rows' arrays at each precision: f64[M, N].
+
+    The reference's arithmetic is XLA's own, so every number of rows has its own program. Weights
+    with outliers go through `matmul`, which splits them.
+    """
     if isinstance(weight, Int4Weight) and weight.outliers is not None:
-        return np.asarray(matmul(x, weight, activation), np.float64)
-    return np.asarray(IMPLEMENTATIONS[implementation](x, weight, activation), np.float64)
+        y = [[matmul(x, weight, each) for each in activations] for x in rows]
+    elif implementation == "reference":
+        call = IMPLEMENTATIONS[implementation]
+        y = [call([x], weight, activations)[0] for x in rows]
+    else:
+        y = IMPLEMENTATIONS[implementation](rows, weight, activations)
+    return [[np.asarray(each, np.float64) for each in of_x] for of_x in y]
+
+
+def same(found: object, expected: object) -> None:
+    """The same bits in every array."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def activations_of(weight: Weight) -> tuple[str, ...]:
@@ -112,24 +141,25 @@ def represented(
         high, low, scales = split(padded, weight.group_size or PLANE)
         q = 256.0 * np.asarray(high) + np.asarray(low)
     else:
-        q, scales = quantized(padded, activation, weight.group_size)
+        q, scales = quantize_activations(padded, activation, weight.group_size)
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
 
 
-def check(implementation: str, x: jax.Array, weight: Weight, activation: str) -> None:
+def check(implementation: str, x: jax.Array, weight: Weight, *activations: str) -> None:
     # |y − exact| ≤ 2^-19 · Σ_k |x[m, k]| · |w[n, k]|, 32 float32 roundings. With zeros or minima,
     # which are added at the end, |w[n, k]| grows by all levels · scale. One misplaced nibble or
     # scale costs at least 2^-10.
-    values = represented(x, weight, activation, implementation)
-    w = np.asarray(dequantized(weight), np.float64)
+    w = np.asarray(dequantize(weight), np.float64)
     magnitude = np.abs(w)
     if isinstance(weight, Int4Weight | Int8Weight) and zero_points(weight) is not None:
         magnitude = magnitude - 2 * weight.smallest * float(weight.scales.max())
-    bound = np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30
-    y = run(implementation, x, weight, activation)
-    assert y.shape == (x.shape[0], w.shape[0])
-    assert np.all(np.abs(y - values @ w.T) <= bound)
+    (found,) = runs(implementation, [x], weight, activations)
+    for activation, y in zip(activations, found, strict=True):
+        values = represented(x, weight, activation, implementation)
+        bound = np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30
+        assert y.shape == (x.shape[0], w.shape[0])
+        assert np.all(np.abs(y - values @ w.T) <= bound)
 
 
 @implementations
@@ -138,19 +168,18 @@ def check(implementation: str, x: jax.Array, weight: Weight, activation: str) ->
 @pytest.mark.covering(1)
 def test_the_meaning(implementation: str, name: str, dtype: str) -> None:
     for m, n, k in ((1, 70, 300), (9, 65, 512)):
-        weight = random_weights(n, k)[name]
-        for activation in activations_of(weight):
-            check(implementation, random_rows(m, k, dtype), weight, activation)
+        weight = random_weight(name, n, k)
+        check(implementation, random_rows(m, k, dtype), weight, *activations_of(weight))
 
 
 @implementations
 def test_every_number_of_rows(implementation: str) -> None:
     x, weight = random_rows(33, 300), random_int4(67, 300)
-    y = run(implementation, x, weight, "a8")
     check(implementation, x, weight, "a8")
-    compiled_for_each = implementation == "reference"
-    for m in (1, 2, 5, 8, 16, 32) if compiled_for_each else range(1, 33):
-        np.testing.assert_array_equal(run(implementation, x[:m], weight, "a8"), y[:m])
+    numbers = (1, 2, 5, 8, 16, 32) if implementation == "reference" else range(1, 33)
+    (y,), *others = runs(implementation, [x, *(x[:m] for m in numbers)], weight, ("a8",))
+    for (some,) in others:
+        np.testing.assert_array_equal(some, y[: len(some)])
 
 
 @implementations
@@ -158,13 +187,14 @@ def test_every_number_of_rows(implementation: str) -> None:
 @pytest.mark.covering(1)
 def test_a_row_does_not_depend_on_the_others(implementation: str, name: str) -> None:
     # A row has the same bits for M = 1 … 100 and at any position.
-    weight, x = random_weights(70, 300)[name], random_rows(100, 300)
+    weight, x = random_weight(name, 70, 300), random_rows(100, 300)
     order = np.random.default_rng(0).permutation(100)
-    for activation in activations_of(weight)[:2]:
-        y = run(implementation, x, weight, activation)
-        for m in (1, 4, 5, 17):
-            np.testing.assert_array_equal(run(implementation, x[:m], weight, activation), y[:m])
-        np.testing.assert_array_equal(run(implementation, x[order], weight, activation), y[order])
+    rows = [x, *(x[:m] for m in (1, 4, 5, 17)), x[order]]
+    whole, *parts, moved = runs(implementation, rows, weight, activations_of(weight)[:2])
+    for number, y in enumerate(whole):
+        for part in parts:
+            np.testing.assert_array_equal(part[number], y[: len(part[number])])
+        np.testing.assert_array_equal(moved[number], y[order])
 
 
 @implementations
@@ -180,9 +210,8 @@ def test_8_bit_weights_read_bfloat16_as_integers_of_16_bits(implementation: str)
         ones = jnp.ones((300, 1 if group_size is None else -(-300 // group_size)))
         weight = int8_from_integers(jnp.eye(300, dtype=jnp.int8), ones, group_size)
         values, exact = represented(x, weight, "a16"), np.asarray(x, np.float64)
-        for m in (1, 3, 40):
-            y = run(implementation, x[:m], weight, "a16")
-            np.testing.assert_array_equal(y, values[:m])
+        for (y,) in runs(implementation, [x[:1], x[:3], x], weight, ("a16",)):
+            np.testing.assert_array_equal(y, values[: len(y)])
         first, errors = np.abs(exact)[:, :32], np.abs(values - exact)[:, :32]
         largest = np.abs(exact)[:, : group_size or PLANE].max(axis=1, keepdims=True)
         assert not errors[(first >= largest / 64) & (largest > 1e-33)].any()
@@ -194,15 +223,15 @@ def test_8_bit_weights_read_bfloat16_as_integers_of_16_bits(implementation: str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.covering(1)
 def test_what_is_not_finite_stays_in_its_row(implementation: str, name: str, dtype: str) -> None:
-    weight = random_weights(40, 300)[name]
+    weight = random_weight(name, 40, 300)
     clean = np.array(random_rows(5, 300, dtype))
     clean[1] = 0
     dirty = clean.copy()
     dirty[2, 7], dirty[3, 200], dirty[4, 8] = np.nan, np.inf, -np.inf
-    for activation in activations_of(weight):
-        y = run(implementation, dirty, weight, activation)
+    found, expected = runs(implementation, [dirty, clean], weight, activations_of(weight))
+    for y, without in zip(found, expected, strict=True):
         assert not y[1].any() and np.isnan(y[2]).all() and not np.isfinite(y[3:]).any()
-        np.testing.assert_array_equal(y[:2], run(implementation, clean, weight, activation)[:2])
+        np.testing.assert_array_equal(y[:2], without[:2])
 
 
 @implementations
@@ -267,12 +296,12 @@ def test_mxfp4_scales_at_the_ends_of_bfloat16(
     for scales[0, 5] in beyond:
         weight = mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(scales))
         w = MXFP4_VALUES[codes] * 2.0 ** (np.repeat(scales, 32, axis=1).astype(int) - 127)
-        for m in (1, 9, 40):
-            x = random_rows(m, 512) * jnp.bfloat16(factor)
+        rows = [random_rows(m, 512) * jnp.bfloat16(factor) for m in (1, 9, 40)]
+        for x, (y,) in zip(rows, runs(implementation, rows, weight, ("a16",)), strict=True):
             values = represented(x, weight, "a16", implementation)
             magnitude = np.abs(values)
             flushed = magnitude[:, 160:192].sum(axis=1, keepdims=True) * 2.0**-126
-            error = np.abs(run(implementation, x, weight, "a16") - values @ w.T)
+            error = np.abs(y - values @ w.T)
             assert np.all(error <= magnitude @ np.abs(w).T * 2.0**-19 + flushed)
 
 
@@ -285,7 +314,7 @@ class TestCpu:
         # Integer sums are exact, and the float operations have the same order.
         x = random_rows(9, 300)
         for name in ("int4-32-zeros", "int4-32-minima", "int4-128", "mxfp4", "int8-32-minima"):
-            weight = random_weights(70, 300)[name]
+            weight = random_weight(name, 70, 300)
             expected = run(FUSED[-1], x, weight, "a8")
             np.testing.assert_array_equal(run(instruction_set, x, weight, "a8"), expected)
 
@@ -294,25 +323,20 @@ class TestCpu:
         self, instruction_set: str
     ) -> None:
         for name in ("int8-64", "int8-32-minima", "int8-channel", "nested8-64"):
-            for stored in (
-                random_weights(70, 300)[name],
-                interleave(random_weights(70, 300)[name]),
-            ):
-                for m in (1, 9, 40):
-                    x = random_rows(m, 300)
-                    expected = run(FUSED[-1], x, stored, "a16")
-                    np.testing.assert_array_equal(run(instruction_set, x, stored, "a16"), expected)
+            weight = random_weight(name, 70, 300)
+            for stored in (weight, interleave(weight)):
+                expected = runs(FUSED[-1], ROWS, stored, ("a16",))
+                same(runs(instruction_set, ROWS, stored, ("a16",)), expected)
 
     @pytest.mark.parametrize("name", ["int4-64", "int4-32-zeros", "int4-32-minima", "mxfp4"])
     def test_without_products_of_bfloat16_codes_are_multiplied_as_integers(self, name: str) -> None:
         # The same bits on every such processor.
         sets = [each for each in FUSED if each not in ("avx512_bf16", "avx512_amx")]
-        for stored in (random_weights(70, 300)[name], interleave(random_weights(70, 300)[name])):
-            for m in (1, 9, 40):
-                x = random_rows(m, 300)
-                expected = run(sets[-1], x, stored, "a16")
-                for each in sets[:-1]:
-                    np.testing.assert_array_equal(run(each, x, stored, "a16"), expected)
+        weight = random_weight(name, 70, 300)
+        for stored in (weight, interleave(weight)):
+            expected = runs(sets[-1], ROWS, stored, ("a16",))
+            for each in sets[:-1]:
+                same(runs(each, ROWS, stored, ("a16",)), expected)
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_the_number_of_threads_changes_nothing(self, threads: int, tmp_path: Path) -> None:
@@ -328,13 +352,15 @@ class TestCpu:
         np.testing.assert_array_equal(np.load(path), here)
 
     def test_several_weights_read_one_x(self) -> None:
-        weights = tuple(random_weights(40, 300).values())
+        weights = tuple(random_weight(name, 40, 300) for name in FORMATS)
         quantized = tuple(w for w in weights if isinstance(w, Quantized))
         x = random_rows(6, 300)
+        one_by_one = jax.jit(
+            lambda weights, activation: tuple(matmul(x, each, activation) for each in weights),
+            static_argnums=1,
+        )
         for group, activation in ((weights, "a16"), (quantized, "a8")):
-            together = matmul(x, group, activation)
-            for y, weight in zip(together, group, strict=True):
-                np.testing.assert_array_equal(y, matmul(x, weight, activation))
+            same(matmul(x, group, activation), one_by_one(group, activation))
 
     def test_vmap_over_rows_and_over_weights(self) -> None:
         x, weight = random_rows(6, 300).reshape(2, 3, 300), random_int4(40, 300)

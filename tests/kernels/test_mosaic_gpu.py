@@ -26,7 +26,7 @@ from pallas_kernels.formats import (
     mxfp4_from_codes,
 )
 from pallas_kernels.mosaic_gpu import quantized_matmul, registers, words
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize
 from tests.support.random_weights import random_minima
 
 interprets = pytest.mark.skipif(

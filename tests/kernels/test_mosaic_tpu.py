@@ -19,9 +19,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels import mosaic_tpu, reference
 from pallas_kernels.formats import Quantized, int4_from_integers, mxfp4_from_codes
 from pallas_kernels.mosaic_tpu import tiles
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize
 from tests.support.covering import representatives
-from tests.support.random_weights import random_int4, random_rows, random_weights, with_outliers
+from tests.support.random_weights import random_int4, random_rows, random_weight, with_outliers
 
 FORMATS = ("int4-32", "int4-64", "int4-128", "int4-channel", "int4-32-zeros", "int4-128-zeros",
            "int4-channel-zeros", "int4-32-minima", "int4-channel-minima", "mxfp4", "int8-64",
@@ -52,7 +52,7 @@ def interpreted(x: jax.Array, weight: Quantized, activation: str, int8: bool = T
 def test_the_meaning_is_the_reference(name: str, activation: str, m: int, n: int, k: int) -> None:
     # |kernel − reference| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|, 16 float32 roundings. One misplaced
     # nibble, scale or zero costs at least 2^-10.
-    x, weight = random_rows(m, k), random_weights(n, k)[name]
+    x, weight = random_rows(m, k), random_weight(name, n, k)
     y = interpreted(x, weight, activation)
     sizes = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(weight))).T
     # The reference would split a bfloat16 x into integers for 8-bit weights.
@@ -66,7 +66,7 @@ def test_the_meaning_is_the_reference(name: str, activation: str, m: int, n: int
 @pytest.mark.parametrize("name", [name for name in FORMATS if "minima" not in name])
 def test_a_row_of_the_identity_reads_one_weight(name: str) -> None:
     # With x = 1 the result is the weight, bit for bit.
-    weight = random_weights(40, 256)[name]
+    weight = random_weight(name, 40, 256)
     y = interpreted(jnp.eye(256, dtype=jnp.bfloat16), weight, "a16")
     np.testing.assert_array_equal(y, np.asarray(dequantize(weight)).T)
 
@@ -87,7 +87,7 @@ def test_mxfp4_reads_every_code_and_scale() -> None:
 )
 def test_bfloat16_products_of_integers_are_exact(name: str) -> None:
     # Chips with and without int8 products give the same bits.
-    x, weight = random_rows(9, 700), random_weights(96, 700)[name]
+    x, weight = random_rows(9, 700), random_weight(name, 96, 700)
     np.testing.assert_array_equal(
         interpreted(x, weight, "a8", int8=False), interpreted(x, weight, "a8", int8=True)
     )
@@ -104,7 +104,7 @@ def test_bfloat16_products_of_integers_are_exact(name: str) -> None:
 def test_a_row_does_not_depend_on_the_others(name: str, activation: str) -> None:
     # A row has the same bits for any number of rows and at any position, although the tiles differ:
     # 16 or 32 rows, 48 or 64, and two tiles of 150 or more.
-    x, weight = random_rows(300, 300), random_weights(96, 300)[name]
+    x, weight = random_rows(300, 300), random_weight(name, 96, 300)
     y = interpreted(x, weight, activation)
     for m in (1, 9, 33):
         np.testing.assert_array_equal(interpreted(x[:m], weight, activation), y[:m])
@@ -152,7 +152,7 @@ def test_int8_is_multiplied_where_the_chip_does(chip: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_lowers_and_is_read_as_it_is_stored(name: str) -> None:
     # One kernel reads the stored integers, and no other operation touches them.
-    x, weight = random_rows(17, 512), random_weights(300, 512)[name]
+    x, weight = random_rows(17, 512), random_weight(name, 300, 512)
     text = lowered("TPU v6 lite", lambda x, w: mosaic_tpu.matmul(x, w, "a8"), x, weight)
     stored = "300x512xi8" if name.startswith("int8") else "300x256xui8"
     users = [line for line in text.splitlines() if f"tensor<{stored}>" in line]
@@ -176,7 +176,7 @@ def test_tiles_fit_the_memory_of_a_tpu(packing: int) -> None:
 
 def test_what_the_kernel_cannot_serve_is_refused() -> None:
     x, weight = random_rows(3, 256), random_int4(96, 256, zeros=True)
-    mxfp4, int8 = (random_weights(96, 256)[name] for name in ("mxfp4", "int8-64"))
+    mxfp4, int8 = (random_weight(name, 96, 256) for name in ("mxfp4", "int8-64"))
     refused = {
         r"zeros must be int8\[96, 2\], got int8\[96, 1\]": dataclasses.replace(
             weight, zeros=weight.zeros[:, :1]
@@ -188,7 +188,7 @@ def test_what_the_kernel_cannot_serve_is_refused() -> None:
         r"integers must be int8\[96, 256\], got int8\[96, 128\]": dataclasses.replace(
             int8, integers=int8.integers[:, :128]
         ),
-        r"x of shape \(3, 256\).*\(96, 300\)": random_weights(96, 300)["mxfp4"],
+        r"x of shape \(3, 256\).*\(96, 300\)": random_weight("mxfp4", 96, 300),
     }
     for message, wrong in refused.items():
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize
 
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code
 few = settings(max_examples=60, deadline=None)

@@ -22,8 +22,8 @@ from pallas_kernels.formats import (
     pack,
 )
 from pallas_kernels.matmul import matmul
-from pallas_kernels.weight_values import dequantize
 from specjax.model.layers import Linear
+from tests.support.compiled import dequantize
 from tests.support.random_models import CONFIG, random_model
 from tests.support.random_weights import random_int4, random_rows, with_outliers
 

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from pallas_kernels import attention_reference, mosaic_tpu, triton_gpu
 from pallas_kernels.attention import IMPLEMENTATIONS, attention
 from pallas_kernels.attention_operands import MOST_MASKED
-from pallas_kernels.cache_entries import dequantize_entries, quantize_entries
 from tests.kernels.test_cpu_attention import OPTIONS, Case, exact, make_case, operands_of
 from tests.kernels.test_pallas_kernels import CUSTOM_CALLS, DEVICES, lowered
+from tests.support.compiled import dequantize_entries, quantize_entries
 
 KERNELS = {"cuda": triton_gpu.attention, "tpu": mosaic_tpu.attention}
 JITTED = {

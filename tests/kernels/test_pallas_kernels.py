@@ -17,10 +17,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels.matmul as door
 from pallas_kernels import mosaic_tpu, reference, triton_gpu
-from pallas_kernels.activations import ACTIVATIONS, quantize_activations
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.formats import GROUP_SIZES, Int4Weight, int4_from_integers, padded_inputs
 from pallas_kernels.interleave import interleave
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize, quantize_activations
 from tests.support.random_weights import random_int4, random_rows
 
 KERNELS = {"cuda": triton_gpu.matmul, "tpu": mosaic_tpu.matmul}

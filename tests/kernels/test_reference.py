@@ -12,7 +12,7 @@ from pallas_kernels.activations import LEVELS, quantize_activations
 from pallas_kernels.attention import attention
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norms import rms_norm
-from pallas_kernels.weight_values import dequantize
+from tests.support.compiled import dequantize
 
 
 def _normal(*shape: int, seed: int = 0) -> jax.Array:

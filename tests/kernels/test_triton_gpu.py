@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, triton_gpu
-from pallas_kernels.weight_values import dequantize
 from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight
+from tests.support.compiled import dequantize
 
 FORMATS = (
     "int4 128 zeros", "int4 32 zeros", "int4 None zeros", "int4 32 minima", "int4 None minima",

@@ -12,15 +12,10 @@ import pytest
 import specjax
 from pallas_kernels import attention_reference, cpu
 from pallas_kernels.attention import attention
-from pallas_kernels.cache_entries import (
-    dequantize_entries,
-    empty_entries,
-    quantize_entries,
-    write_entries,
-)
+from pallas_kernels.cache_entries import empty_entries, write_entries
 from pallas_kernels.cpu.native import instruction_sets
 from specjax.model.kv_cache import KVCache
-from specjax.model.transformer import forward
+from tests.support.compiled import dequantize_entries, forward, quantize_entries
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 

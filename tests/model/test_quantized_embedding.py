@@ -14,14 +14,13 @@ import specjax
 from checkpoints_tools import checkpoint
 from pallas_kernels.formats import Int8Weight, plain_weight
 from pallas_kernels.interleave import interleave
-from pallas_kernels.weight_values import dequantize
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
 from specjax.model.params import Params, stored
-from specjax.model.transformer import forward
 from tests.checkpoints.test_checkpoint import assert_same
+from tests.support.compiled import dequantize, forward
 from tests.support.random_models import CONFIG, quantized_model, random_model, random_prompts
-from tests.support.random_weights import random_weights
+from tests.support.random_weights import random_weight
 
 TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True, dtype="bfloat16", num_layers=1)
 TOKENS = jnp.array([[5, 17, 95], [0, 16, 15]], jnp.int32)
@@ -30,7 +29,7 @@ TOKENS = jnp.array([[5, 17, 95], [0, 16, 15]], jnp.int32)
 @cache
 def model(name: str) -> Params:
     """A 4-bit model that is tied to an embedding of the named format."""
-    weight = random_weights(TIED.vocab_size, TIED.hidden_size)[name]
+    weight = random_weight(name, TIED.vocab_size, TIED.hidden_size)
     return dataclasses.replace(quantized_model(TIED), embedding=weight, lm_head=None)
 
 

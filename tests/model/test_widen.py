@@ -11,7 +11,7 @@ import pytest
 import specjax
 from benchmarks.support.widen import first_layers, layer_blocks, widen
 from specjax.model.kv_cache import KVCache
-from specjax.model.transformer import forward
+from tests.support.compiled import forward
 from tests.support.covering import representatives
 from tests.support.random_models import random_model, random_prompts
 
