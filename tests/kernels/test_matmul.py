@@ -352,7 +352,9 @@ class TestCpu:
         np.testing.assert_array_equal(np.load(path), here)
 
     def test_several_weights_read_one_x(self) -> None:
-        weights = tuple(random_weight(name, 40, 300) for name in FORMATS)
+        # Beside one with outliers, every weight is multiplied alone.
+        names = [name for name in FORMATS if name != "int4-outliers"]
+        weights = tuple(random_weight(name, 40, 300) for name in names)
         quantized = tuple(w for w in weights if isinstance(w, Quantized))
         x = random_rows(6, 300)
         one_by_one = jax.jit(
