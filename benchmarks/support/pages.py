@@ -286,6 +286,10 @@ SECTIONS = (
             "SmolLM2, one prompt at a time, reading and adding to the memory included. The second "
             "pass asks the first one's set with small edits, the third the edited set again.",
             apart=True),
+    Section("speed.long_context", "smollm2_long*", "Drafts that see a part of a long context",
+            "SmolLM2 goes on with tales, WikiText and many solved exercises. *speedup*: over plain "
+            "decoding from the end of the prompt on, geometric mean with its 95 % interval; "
+            "*speedup read*: with the reading of the prompt.", apart=True),
     Section("speed.structured", "smollm2_tools*", "Calls of tools, under a JSON schema",
             "SmolLM2, one request at a time, reading included. *speedup*: over plain decoding "
             "under the same schema, geometric mean with its 95 % interval.", apart=True),
