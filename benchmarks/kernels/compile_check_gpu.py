@@ -155,9 +155,12 @@ def check_attention(
     masked: bool,
     window: int | None,
 ) -> Compiled:
-    """Compiles both kernels of attention; each number is the worse of the two."""
+    """Compiles both kernels of attention; each number is the worse of the two.
+
+    A window has sinks.
+    """
     shapes = attention_shapes(2, t, heads, kv_heads, e, bits, masked)
-    kernel = partial(triton_gpu.attention, window=window, head_scale=e**-0.5)
+    kernel = partial(triton_gpu.attention, window=window, sinks=4, head_scale=e**-0.5)
     said, shared = _triton(_lower(device, kernel, *shapes))
     name = f"attention {bits} bits{' mask' * masked}{' window' * (window is not None)}"
     return _compiled(name, f"T {t} H {heads} K {kv_heads} E {e}", said, shared)

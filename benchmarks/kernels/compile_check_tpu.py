@@ -164,7 +164,7 @@ def _check_attention(
     dumps: Path, chip: str, shapes: tuple[Any, ...], window: int | None
 ) -> dict[str, Any]:
     cache = shapes[1].shape
-    kernel = partial(mosaic_tpu.attention, window=window, head_scale=cache[-1] ** -0.5)
+    kernel = partial(mosaic_tpu.attention, window=window, sinks=4, head_scale=cache[-1] ** -0.5)
     text = _compile(dumps, chip, kernel, *shapes)
     dimensions = ",".join(map(str, cache))
     if re.search(rf"= u16\[{dimensions}\]\S* (copy|fusion)\(", text):
