@@ -22,9 +22,12 @@ from specjax import (
     Spectra,
 )
 from specjax.generation.decoding import start
+from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
+from specjax.model.transformer import prefill
 from specjax.speculation.rounds import step
 from tests.support import small_tokenizers
+from tests.support.compiled import forward
 from tests.support.covering import representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
 
@@ -138,6 +141,21 @@ def test_a_window_hides_the_context_from_the_draft_alone() -> None:
     assert kept(1000) == kept(None) == (80, 80)  # as above
     accepted, drafted = kept(2)
     assert accepted < drafted
+
+
+def test_a_window_leaves_the_first_and_the_last_positions() -> None:
+    """Which slots of 20 the token at position 20 sees: those whose entries change its logits."""
+    tokens = jnp.asarray(random_prompts((20,), CONFIG.vocab_size)[0])[None]
+    cache = prefill(TARGET, tokens, KVCache.create(CONFIG, 1, 21))
+    cache = cache.with_lengths(jnp.array([20])).with_window(3)
+
+    def logits(slot: int) -> np.ndarray:
+        changed = dataclasses.replace(cache, values=cache.values.at[:, :, slot].add(1.0))
+        return np.asarray(forward(TARGET, tokens[:, :1], jnp.array([[20]]), changed)[0])
+
+    whole = logits(21)  # behind what is in use
+    seen = [slot for slot in range(20) if (logits(slot) != whole).any()]
+    assert seen == [0, 1, 2, 3, 18, 19]
 
 
 def test_a_drafter_that_is_always_wrong_costs_rounds_and_nothing_else(plain) -> None:
