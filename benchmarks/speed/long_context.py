@@ -2,7 +2,7 @@
 
 Prompts are passages of tales and of WikiText, and many solved exercises of GSM8K and MBPP in a row,
 cut to `--context` tokens. A prompt is read once; then plain decoding and every drafter go on from
-the same cache, in turn, each time beginning with another one. `speedup` is plain decoding's time
+the same cache, in turn, each time beginning with another one. `Auto` has measured costs. `speedup` is plain decoding's time
 over the drafter's, from the end of the prompt on; `speedup_read` counts the reading too. Rows hold
 the geometric mean over batches, with its 95 % interval by bootstrap. Every output is compared with
 plain decoding's. Programs are compiled before.
@@ -32,6 +32,7 @@ from benchmarks.support.common import pad, parser, table, write
 from benchmarks.support.instruct import MODEL, target
 from specjax import Drafter, Params, QSpec
 from specjax.bench.turns import geometric_mean
+from specjax.drafting.calibration import settled
 from specjax.generation.decoding import start
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState
@@ -59,7 +60,7 @@ def main() -> int:
             f"QSpec({options.length}), window {window}": QSpec(options.length, window=window)
             for window in WINDOWS
         },
-        "Auto": specjax.Auto(),
+        "Auto": settled(specjax.Auto(), params, options.batch, 16, "a16", options.context),
     }
     prompts = list(_prompts(options.data, options.context, options.prompts))
     batches = [prompts[i : i + options.batch] for i in range(0, len(prompts), options.batch)]
