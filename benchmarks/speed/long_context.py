@@ -2,10 +2,10 @@
 
 Prompts are passages of tales and of WikiText, and many solved exercises of GSM8K and MBPP in a row,
 cut to `--context` tokens. A prompt is read once; then plain decoding and every drafter go on from
-the same cache, in turn, each time beginning with another one. `Auto` has measured costs. `speedup` is plain decoding's time
-over the drafter's, from the end of the prompt on; `speedup_read` counts the reading too. Rows hold
-the geometric mean over batches, with its 95 % interval by bootstrap. Every output is compared with
-plain decoding's. Programs are compiled before.
+the same cache, in turn, each time beginning with another one. Auto has measured costs. `speedup` is
+plain decoding's time over the drafter's, from the end of the prompt on; `speedup_read` counts the
+reading too. Rows hold the geometric mean over batches, with its 95 % interval by bootstrap. Every
+output is compared with plain decoding's. Programs are compiled before.
 
     python -m benchmarks.speed.long_context --context 7900 --json OUT
     python -m benchmarks.speed.long_context --context 7900 --batch 4 --json OUT
@@ -30,6 +30,7 @@ from jax import lax
 import specjax
 from benchmarks.support.common import pad, parser, table, write
 from benchmarks.support.instruct import MODEL, target
+from benchmarks.support.paired import beside
 from specjax import Drafter, Params, QSpec
 from specjax.bench.turns import geometric_mean
 from specjax.drafting.calibration import settled
@@ -43,7 +44,7 @@ KINDS = ("tales", "encyclopedia", "exercises", "programs")
 
 
 class Turn(NamedTuple):
-    """What one drafter wrote after a batch of prompts, and the time that it took."""
+    """The tokens that one drafter wrote after a batch of prompts, and the time that it took."""
 
     seconds: float
     tokens: np.ndarray
@@ -155,24 +156,15 @@ def _row(
     name: str, turns: list[dict[str, Turn]], readings: list[float], options: Any
 ) -> dict[str, Any]:
     own, plain = ([turn[which] for turn in turns] for which in (name, PLAIN))
-    seconds = np.array([[turn.seconds for turn in kind] for kind in (plain, own)])
-    speedup = geometric_mean(seconds[0] / seconds[1])
-    whole = seconds + np.array(readings)
-    count = {
-        each: sum(int(getattr(turn.stats, each).sum()) for turn in own)
-        for each in ("generated", "rounds", "drafted", "accepted")
-    }
-    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(own, plain, strict=True)]
+    whole = [
+        (slow.seconds + read) / (fast.seconds + read)
+        for slow, fast, read in zip(plain, own, readings, strict=True)
+    ]
     return {
         "model": MODEL, "target": options.target, "context": options.context,
         "batch": options.batch, "drafter": name, "prompts": len(turns) * options.batch,
-        "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
-        "speedup_read": geometric_mean(whole[0] / whole[1]).mean,
-        "tokens_per_second": count["generated"] / float(seconds[1].sum()),
-        "read_seconds": float(np.median(readings)),
-        "tokens_per_round": count["generated"] / count["rounds"],
-        "kept": count["accepted"] / max(count["drafted"], 1),
-        "identical": all(same),
+        **beside(own, plain),
+        "speedup_read": geometric_mean(whole).mean, "read_seconds": float(np.median(readings)),
     }  # fmt: skip
 
 

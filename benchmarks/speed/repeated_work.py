@@ -23,8 +23,8 @@ import numpy as np
 import specjax
 from benchmarks.support.common import pad, parser, table, write
 from benchmarks.support.instruct import MODEL, target
+from benchmarks.support.paired import beside
 from benchmarks.support.repeated import SETS, asked
-from specjax.bench.turns import geometric_mean
 
 PLAIN, AUTO, MEMORY = "plain", "Auto", "Auto, memory"
 
@@ -93,21 +93,10 @@ def _answer(
 
 def _row(passed: str, name: str, answers: list[dict[str, Answer]], options: Any) -> dict[str, Any]:
     own, plain = ([each[which] for each in answers] for which in (name, PLAIN))
-    seconds = np.array([[each.seconds for each in kind] for kind in (plain, own)])
-    speedup = geometric_mean(seconds[0] / seconds[1])
-    counts = {
-        count: sum(int(getattr(each.stats, count).sum()) for each in own)
-        for count in ("generated", "rounds", "drafted", "accepted")
-    }
-    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(own, plain, strict=True)]
     return {
         "model": MODEL, "target": options.target, "set": options.set, "pass": passed,
         "temperature": options.temperature, "drafter": name, "prompts": len(answers),
-        "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
-        "tokens_per_second": counts["generated"] / float(seconds[1].sum()),
-        "tokens_per_round": counts["generated"] / counts["rounds"],
-        "kept": counts["accepted"] / max(counts["drafted"], 1),
-        "identical": all(same),
+        **beside(own, plain),
     }  # fmt: skip
 
 

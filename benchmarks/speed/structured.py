@@ -27,8 +27,8 @@ import numpy as np
 import specjax
 from benchmarks.support.common import parser, table, write
 from benchmarks.support.instruct import MODEL, target
+from benchmarks.support.paired import beside
 from benchmarks.support.tools import INSTRUCTION, TOOLS, Tool
-from specjax.bench.turns import geometric_mean
 
 PLAIN, FORCED, AUTO, FREE = "plain", "forced tokens", "forced tokens, Auto", "plain, free"
 
@@ -105,24 +105,10 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 def _row(name: str, answers: dict[str, list[Answer]], options: Any) -> dict[str, Any]:
     own, plain = answers[name], answers[PLAIN]
-    seconds = np.array([[each.seconds for each in kind] for kind in (plain, own)])
-    speedup = geometric_mean(seconds[0] / seconds[1])
-    counts = {
-        count: sum(int(getattr(each.stats, count)) for each in own)
-        for count in ("generated", "rounds", "drafted", "accepted")
-    }
     return {
         "model": MODEL, "target": options.target, "temperature": options.temperature,
-        "drafter": name, "constrained": name != FREE, "requests": len(own),
-        "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
-        "tokens_per_second": counts["generated"] / float(seconds[1].sum()),
-        "tokens_per_round": counts["generated"] / counts["rounds"],
-        "kept": counts["accepted"] / max(counts["drafted"], 1),
-        "complete": sum(each.complete for each in own),
-        "valid": all(each.valid for each in own),
-        "identical": all(
-            np.array_equal(a.tokens, b.tokens) for a, b in zip(own, plain, strict=True)
-        ),
+        "drafter": name, "constrained": name != FREE, "requests": len(own), **beside(own, plain),
+        "complete": sum(each.complete for each in own), "valid": all(each.valid for each in own),
     }  # fmt: skip
 
 
