@@ -30,7 +30,7 @@ from jax import lax
 from pallas_kernels.row_sums import running_sums
 from specjax.checks import shown
 from specjax.drafting.acceptance_rates import Guess, Rates, Yields
-from specjax.drafting.chain import LevelDrafter, LevelState
+from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.suffix import Match, longest_match
 from specjax.drafting.suffix_memory import CONTEXTS, COUNTS, SuffixMemory
 from specjax.model.kv_cache import KVCache
@@ -53,7 +53,6 @@ _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.02  # drafting must promise so much more than not drafting
 _PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
-_STATELESS = LevelState(None, None)  # of the model's drafts, which share the cache
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
 
@@ -298,7 +297,7 @@ class Auto(Drafter):
 
         def turn(carry: tuple[jax.Array, Proposal, KVCache]) -> tuple[jax.Array, Proposal, KVCache]:
             _, text, cache = carry
-            level = drafter.enter(_STATELESS, dataclasses.replace(state, cache=cache))
+            level = drafter.enter(state.draft.model, dataclasses.replace(state, cache=cache))
             room = jnp.maximum(state.limits - state.lengths - 1, 1)
             wanted = jnp.minimum(drafter.draft_length, room)
             drafted, cache = drafter.draft(
@@ -307,7 +306,7 @@ class Auto(Drafter):
             missing = self.draft_length - drafted.tokens.shape[1]
             tokens = jnp.pad(drafted.tokens, ((0, 0), (0, missing)))
             assert drafted.counts is not None
-            _, cache = drafter.leave(_STATELESS, state, cache, state.lengths)
+            _, cache = drafter.leave(state.draft.model, state, cache, state.lengths)
             return (
                 jnp.bool_(False),
                 dataclasses.replace(text, tokens=tokens, counts=drafted.counts),

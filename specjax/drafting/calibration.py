@@ -33,7 +33,8 @@ from specjax.speculation.timing import Timed, relative, seconds, verify_repeated
 from specjax.version import __version__
 
 _LEAST_BYTES = 32_000_000  # a smaller model is decoded faster than it is measured
-_CONTEXTS = (128, 1024, 8192, 65536)  # tokens in the cache while passes are timed
+# Tokens in the cache while passes are timed: never more than a decode's own.
+_CONTEXTS = (128, 512, 2048, 4096, 8192, 16384, 32768, 65536)
 _WINDOW = 512  # of the model's own drafts
 _TURNS = 5
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
@@ -71,7 +72,7 @@ def settled(
     return dataclasses.replace(drafter, costs=costs, draft=draft)
 
 
-def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = 128) -> Costs:
+def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]) -> Costs:
     """Returns the costs of passes over a batch: measured before, measured now, or estimated.
 
     A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
@@ -87,14 +88,16 @@ def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = 128
     return costs
 
 
-def calibrate(params: Params, rows: int, cache_bits: int = 16, context: int = 128) -> Costs:
+def calibrate(
+    params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]
+) -> Costs:
     """Measures the costs of passes over a batch anew, and keeps them in place of older ones.
 
     Args:
       params: the model.
       rows: the batch size; up to the next power of two, batch sizes share a measurement.
       cache_bits: bits per entry of the KV cache.
-      context: tokens of a prompt; those within a factor of three share a measurement.
+      context: tokens of a prompt; from one of `_CONTEXTS` up to the next, they share a measurement.
 
     Raises ValueError for a model whose costs are estimated.
     """
@@ -119,8 +122,8 @@ def _like(rows: int) -> int:
 
 def _like_context(params: Params, context: int) -> int:
     """The context whose measurement one of so many tokens shares."""
-    nearest = min(_CONTEXTS, key=lambda each: abs(math.log(each / max(context, 1))))
-    return min(nearest, params.config.max_position_embeddings - 2 * WIDTHS[-1])
+    shorter = max((each for each in _CONTEXTS if each <= context), default=_CONTEXTS[0])
+    return min(shorter, params.config.max_position_embeddings - 2 * WIDTHS[-1])
 
 
 def _find_costs(params: Params, rows: int, cache_bits: int, context: int) -> Costs:

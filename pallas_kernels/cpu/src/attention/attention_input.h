@@ -100,7 +100,7 @@ SPECJAX_INLINE Float bfloat16_values(const uint8_t* from) {
   return (Float)(widen(load<Half>(from)) << 16);
 }
 
-// What codes stand for, but for their slot's scale.
+// Codes as the integers that they stand for, without their slot's scale.
 SPECJAX_INLINE Float integers(Word codes, Int zeros) { return to_float((Int)codes - zeros); }
 SPECJAX_INLINE Float integers(Word codes, int zero) { return integers(codes, Int{} + zero); }
 

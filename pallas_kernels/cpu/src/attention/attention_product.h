@@ -38,7 +38,7 @@ struct Stored {
   }
 };
 
-// Of y[row, column] += Σ_i x[row, i] · m[i, column], i in order.
+// The factors of y[row, column] += Σ_i x[row, i] · m[i, column], i in order, but for m.
 struct Factor {
   const float* x;
   int64_t x_stride, count;
