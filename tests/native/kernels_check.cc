@@ -235,8 +235,8 @@ struct Result {
       }
     }
     y.resize(m * w.n);
-    for (int64_t panel = 0; panel * kernels.columns < w.n; ++panel) {
-      kernels.multiply_panel(w, how, prepared, m, panel, y.data());
+    for (int64_t column = 0; column < w.n; column += how.columns) {
+      kernels.multiply_columns(w, how, prepared, m, column, y.data());
     }
   }
 

@@ -16,13 +16,12 @@ extern const Kernels kernels;
 
 namespace specjax::SPECJAX_ISA {
 
-inline void multiply_panel_by_tiles(const Weight& w, const Preparation& how, const Prepared& x,
-                                    int64_t m, int64_t panel, float* y) {
+inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, const Prepared& x,
+                                      int64_t m, int64_t column, float* y) {
   const Product p{w, how, x};
-  const int64_t column = panel * kColumns;
   constexpr Arithmetic kInteger = Arithmetic::kInteger, kBfloat16 = Arithmetic::kBfloat16;
   if (how.way != Way::kTiles) {
-    avx512_bf16::kernels.multiply_panel(w, how, x, m, panel, y);
+    avx512_bf16::kernels.multiply_columns(w, how, x, m, column, y);
   } else if (how.arithmetic == kInteger) {
     if (w.kind == Kind::kMxfp4) {
       return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
@@ -62,6 +61,7 @@ inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int le
       how.arithmetic == Arithmetic::kFloat32 || how.arithmetic == Arithmetic::kInteger16;
   if (few || wide) return how;
   how.way = Way::kTiles;
+  how.columns = kColumns;
   if (!w.has_points()) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;

@@ -18,17 +18,16 @@ namespace specjax::SPECJAX_ISA {
 extern const Kernels kernels;
 constexpr Kernels kernels = {
     .name = SPECJAX_NAME(SPECJAX_ISA),
-    .columns = kColumns,
 #if defined(__AMX_INT8__)
     .preparation = preparation_for_tiles,
     .prepare_row = prepare_row,
-    .multiply_panel = multiply_panel_by_tiles,
+    .multiply_columns = multiply_columns_by_tiles,
     .attention_sizes = attention_sizes_by_tiles,
     .attend_block = attend_block_where_tiles_serve,
 #else
     .preparation = preparation,
     .prepare_row = prepare_row,
-    .multiply_panel = multiply_panel,
+    .multiply_columns = multiply_columns,
     .attention_sizes = attention_sizes,
     .attend_block = attend_block,
 #endif

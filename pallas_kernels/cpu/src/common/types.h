@@ -17,7 +17,7 @@
 //   portion   rows of x that are multiplied at once: kRows by panels, kFewRows as few rows,
 //             kTileRows by tiles
 //   pass      portions that share one decoding of the weight
-//   panel     kColumns outputs: what a thread multiplies at a time, [kColumns, K]
+//   panel     kColumns outputs that are decoded together, [kColumns, K]
 //
 //   slice     the inputs of one iteration of an inner loop: 32 of a run; for tiles `depth` words of
 //             every run
@@ -121,6 +121,7 @@ struct Preparation {
   int64_t rows;        // M; for tiles, rounded up to whole portions
   int64_t portion;     // rows of one portion; for panels 0
   int64_t depth;       // words of a row in one slice, a power of two; for panels 0
+  int64_t columns;     // outputs that a thread multiplies at a time
 
   bool operator==(const Preparation& other) const = default;
 };
@@ -228,15 +229,14 @@ struct AttentionSizes {
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
-  int64_t columns;  // outputs per panel
   // How x must be prepared for `weight`. levels: 0 for activations that are not quantized.
   Preparation (*preparation)(const Weight& weight, const Input& x, int levels);
   // values: scratch, 2 · how.inputs floats.
   void (*prepare_row)(const Preparation& how, const Input&, int64_t row, float* values,
                       const Prepared&);
-  // Writes the outputs of panel number `panel`, from columns · panel on. y: f32[M, N].
-  void (*multiply_panel)(const Weight&, const Preparation&, const Prepared&, int64_t m,
-                         int64_t panel, float* y);
+  // Writes how.columns outputs from `column` on. y: f32[M, N].
+  void (*multiply_columns)(const Weight&, const Preparation& how, const Prepared&, int64_t m,
+                           int64_t column, float* y);
   AttentionSizes (*attention_sizes)(const Attention&, int64_t tokens);
   // Writes the sums of one step.
   void (*attend_block)(const Attention&, const AttentionStep&, const AttentionAhead&,

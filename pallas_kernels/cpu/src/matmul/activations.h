@@ -19,21 +19,25 @@ inline void read_row(const Input& x, int64_t row, float* values) {
   for (int64_t i = 0; i < x.k; ++i) values[i] = bfloat16_value(bits[i]);
 }
 
-// The largest magnitude of values[size], or NaN if there is one. Sizes are multiples of 32.
+// The largest magnitude of values[size], or NaN if there is one: as integers, the magnitudes' bits
+// have the same order, and those of a NaN are above all others. Sizes are multiples of 32.
 inline float largest(const float* values, int64_t size) {
-  Float top{}, bad{};
+  Word most{};
   for (int64_t i = 0; i < size; i += kLanes) {
-    const Float v = load<Float>(values + i);
-    const Float magnitude = (Float)((Word)v & 0x7FFFFFFFu);
-    top = magnitude > top ? magnitude : top;
-    bad = magnitude == magnitude ? bad : magnitude;
+    const Word magnitude = load<Word>(values + i) & 0x7FFFFFFFu;
+    most = magnitude > most ? magnitude : most;
   }
-  float result = 0, nan = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (top[lane] > result) result = top[lane];
-    if (bad[lane] != 0) nan = bad[lane];
+  uint32_t lanes[kLanes];
+  std::memcpy(lanes, &most, sizeof lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) {
+      const uint32_t other = lanes[lane + half];
+      lanes[lane] = lanes[lane] > other ? lanes[lane] : other;
+    }
   }
-  return nan != 0 ? nan : result;
+  float result;
+  std::memcpy(&result, lanes, sizeof result);
+  return result;
 }
 
 inline constexpr float kTiny = 1.17549435e-38f;  // the smallest normal
@@ -109,23 +113,38 @@ inline float quantize16(const float* values, int64_t size, uint32_t* words, int3
   return scale;
 }
 
+// The sum of values[size], in one order on every processor: of those whose numbers are equal modulo
+// kParts first.
+template <typename Sum, typename Value>
+inline Sum sum_of(const Value* values, int64_t size) {
+  constexpr int kParts = 16;
+  Sum parts[kParts] = {};
+  for (int64_t i = 0; i < size; i += kParts) {
+    for (int part = 0; part < kParts; ++part) parts[part] += values[i + part];
+  }
+  for (int half = kParts / 2; half > 0; half /= 2) {
+    for (int part = 0; part < half; ++part) parts[part] += parts[part + half];
+  }
+  return parts[0];
+}
+
 // Sums `count` segments of `size` values. The sums are `stride` apart.
 template <typename Value, typename Sum>
 inline void sum_segments(const Value* values, int64_t count, int64_t size, Sum* sums,
                          int64_t stride) {
-  for (int64_t i = 0; i < count; ++i) {
-    Sum total = 0;
-    for (int64_t j = 0; j < size; ++j) total += values[i * size + j];
-    sums[i * stride] = total;
-  }
+  for (int64_t i = 0; i < count; ++i) sums[i * stride] = sum_of<Sum>(values + i * size, size);
 }
 
-inline void prepare_bfloat16(const Preparation& how, const float* values, uint16_t* words) {
-  for (int64_t i = 0; i < how.inputs; i += 4) {
-    words[i] = bfloat16_bits(values[i]);
-    words[i + 3] = bfloat16_bits(values[i + 3]);
-    words[i + 1] = bfloat16_bits(values[how.swap_pairs ? i + 2 : i + 1]);
-    words[i + 2] = bfloat16_bits(values[how.swap_pairs ? i + 1 : i + 2]);
+// Copies a row of x, pads it with zeros, and swaps pairs.
+inline void copy_bfloat16(const Preparation& how, const Input& x, int64_t row, uint32_t* words) {
+  const uint16_t* from = static_cast<const uint16_t*>(x.data) + row * x.k;
+  std::memcpy(words, from, x.k * sizeof *from);
+  std::memset(reinterpret_cast<uint16_t*>(words) + x.k, 0, (how.inputs - x.k) * sizeof *from);
+  if (!how.swap_pairs) return;
+  for (int64_t i = 0; i < how.inputs / 2; i += 2) {
+    const uint32_t first = words[i], second = words[i + 1];
+    words[i] = (first & 0xFFFFu) | second << 16;
+    words[i + 1] = first >> 16 | (second & 0xFFFF0000u);
   }
 }
 
@@ -150,8 +169,10 @@ inline void write_slices(const Preparation& how, const uint32_t* words, int64_t 
 
 inline void prepare_row(const Preparation& how, const Input& x, int64_t row, float* values,
                         const Prepared& out) {
-  read_row(x, row, values);
-  std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
+  if (how.arithmetic != Arithmetic::kBfloat16 || how.sum_size != 0) {
+    read_row(x, row, values);
+    std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
+  }
   const int64_t count = words_of(how.arithmetic, how.inputs);
   const bool panels = how.way == Way::kPanels;
   uint32_t* words =
@@ -175,7 +196,7 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
   } else {
     sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + row, how.rows);
     if (how.arithmetic == Arithmetic::kBfloat16) {
-      prepare_bfloat16(how, values, reinterpret_cast<uint16_t*>(words));
+      copy_bfloat16(how, x, row, words);
     } else {
       std::memcpy(words, values, how.inputs * sizeof(float));
     }

@@ -33,17 +33,23 @@ constexpr int few_portions(Arithmetic arithmetic) {
   return arithmetic == Arithmetic::kInteger ? 1 : kFewPortions;
 }
 
-// Vectors of outputs that are multiplied side by side. They share every word of x, but they are
-// two streams of memory, which is read fastest from end to end. Sums of floats also need two: a
-// product waits for the previous one of its sum.
-template <Arithmetic A, Kind kind>
-constexpr int vectors_beside(int rows) {
-  const bool two_runs = in_nibbles(kind) && A == Arithmetic::kBfloat16;
-  return is_integer(A) || (two_runs && rows == 1) ? 1 : 2;
-}
+// Vectors of outputs that are multiplied side by side: they share every word of x. Sums of floats
+// need two, because a product waits for the previous one of its sum; memory is read fastest from
+// end to end, in one stream.
+constexpr int vectors_beside(Arithmetic arithmetic) { return is_integer(arithmetic) ? 1 : 2; }
 
-// Prefetch distance in bytes. The hardware's own prefetching stops at the end of every page.
-inline constexpr int64_t kAhead = 1 << 14;
+// Outputs that a thread multiplies at a time: whole tiles, and so few that all threads end
+// together.
+inline constexpr int64_t kFewColumns = 2 * kLanes > kTileRows ? 2 * kLanes : kTileRows;
+
+// Prefetch distance in bytes, for each vector beside another. The hardware's own prefetching stops
+// at the end of every page. Lines are asked for into the second-level cache, which can wait for
+// more of them at a time than the first-level one, and again shortly before they are read; two
+// streams need that. Where products take longer than memory, the first-level cache can wait.
+inline constexpr int64_t kAhead = 1 << 14, kShortlyAhead = 1 << 10;
+constexpr bool products_take_longer(Kind kind, int rows) {
+  return kind <= Kind::kMxfp4 && rows >= 4;
+}
 
 // Chunks of a weight that all portions multiply before the next ones are read.
 inline constexpr int64_t kFewChunks = 4;
@@ -70,14 +76,13 @@ class FewRows {
     for (Escapes& escapes : escapes_) escapes.seek(run_start<A>(p_.w, first, 0));
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t offset = chunk * kChunkBytes, left = tile_bytes - offset;
-      groups_.ask<A>(V, chunk + 1);
-      // The next outputs lie behind those of the last vector.
-      ahead_ = kAhead + (left <= kAhead ? (kTiles - 1) * tile_bytes : 0);
+      groups_.ask<A>(V, chunk + 2);
+      ahead_ = ahead(left);
       const uint8_t* from[V];
       alignas(64) uint8_t edge[V][kWholeChunks ? 1 : kChunkBytes];
       SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
         from[v] = tile_[v] + offset;
-        if (!kWholeChunks && left < kChunkBytes) {
+        if (!kWholeChunks && left < kChunkBytes && p_.how.k % kSliceInputs != 0) {
           std::memset(edge[v], 0, sizeof edge[v]);
           std::memcpy(edge[v], from[v], left);
           from[v] = edge[v];
@@ -108,27 +113,29 @@ class FewRows {
   // The order in which segments end does not depend on the number of rows. Those of runs that share
   // words alternate.
   SPECJAX_INLINE void add_chunk(int64_t chunk, const uint8_t* const* from, Float (*y)[V]) {
+    constexpr int64_t kApart = kSameWords ? kPlane : kRun<A>;
     const int64_t start = run_start<A>(p_.w, chunk, 0);
+    const int64_t first = p_.inputs_from(start, kRun<A>) / kSliceInputs;  // slices of the runs
+    const int64_t second = p_.inputs_from(start + kApart, kRun<A>) / kSliceInputs;
     if constexpr (kRuns == 2) {
-      add_runs<0>(start, from, 0, 0, kSlices, y);
+      if (second == 0) return add_runs<0, 1>(start, from, 0, 0, first, y);
+      add_runs<0, 2>(start, from, 0, 0, kSlices, y);
     } else if constexpr (kSameWords) {
       const int64_t length = p_.segment<A>() / kSliceInputs;
-      for (int64_t slice = 0; slice < kSlices; slice += length) {
-        add_runs<0>(start, from, 0, slice, slice + length, y);
-        add_runs<1>(start + kPlane, from, 0, slice, slice + length, y);
+      for (int64_t slice = 0; slice < first; slice += length) {
+        const int64_t end = slice + length;
+        add_runs<0, 1>(start, from, 0, slice, end < first ? end : first, y);
+        add_runs<1, 1>(start + kApart, from, 0, slice, end < second ? end : second, y);
       }
     } else {
-      for (int run = 0; run < 2; ++run) {
-        const int64_t first = start + run * kRun<A>;
-        const int64_t slices = p_.inputs_from(first, kRun<A>) / kSliceInputs;
-        add_runs<0>(first, from, run * kRunBytes, 0, slices, y);
-      }
+      add_runs<0, 1>(start, from, 0, 0, first, y);
+      add_runs<0, 1>(start + kApart, from, kRunBytes, 0, second, y);
     }
   }
 
-  // Adds slices begin … last - 1 of runs first … first + kRuns - 1: the first of them begins at
+  // Adds slices begin … last - 1 of runs first … first + kCount - 1: the first of them begins at
   // input `start` and at byte `offset` of the chunk. The places of a slice's words are constants.
-  template <int first>
+  template <int first, int kCount>
   SPECJAX_INLINE void add_runs(int64_t start, const uint8_t* const* chunk, int64_t offset,
                                int64_t begin, int64_t last, Float (*y)[V]) {
     constexpr int kWide = kWordsOfX<A>, kRunStride = kPlane / kPerWord<A> * kWide * R;
@@ -138,7 +145,7 @@ class FewRows {
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       from[v] = chunk[v] + offset + begin * kSliceLines * kLineBytes;
     }
-    Vector sums[kRuns][R][V] = {};
+    Vector sums[kCount][R][V] = {};
     for (int64_t slice = begin; slice < last; ++slice, x += kDepth * R) {
       if (kind == Kind::kBfloat12 && escapes_before(start + (slice + 1) * kSliceInputs)) {
         add_with_escapes(start + slice * kSliceInputs, x, sums[0]);
@@ -151,7 +158,7 @@ class FewRows {
             pass<Decode::kLines>(from[v], first == 0 || !kSameWords);
           }
           SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
-            SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+            SPECJAX_UNROLL for (int run = 0; run < kCount; ++run) {
               const int word = line / Decode::kLines * Decode::kWords + i;
               const uint32_t* words = x + run * kRunStride + word * kWide;
               add_word<first>(run, i, stored, words, sums[run]);
@@ -160,8 +167,8 @@ class FewRows {
         }
       }
       const int64_t end = (slice + 1) * kSliceInputs;
-      if ((end & (segment - 1)) != 0 && (kSameWords || slice + 1 < last)) continue;
-      SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+      if ((end & (segment - 1)) != 0 && slice + 1 < last) continue;
+      SPECJAX_UNROLL for (int run = 0; run < kCount; ++run) {
         end_segment(start + run * kPlane + ((end - 1) & -segment), sums[run], y);
       }
     }
@@ -183,9 +190,27 @@ class FewRows {
   SPECJAX_INLINE void pass(const uint8_t*& from, bool ask) const {
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kLineBytes) {
       if (!ask || row_ != 0) continue;
-      __builtin_prefetch(from + ahead_);
-      if constexpr (kind == Kind::kNestedInt8) __builtin_prefetch(from + to_rest() + ahead_);
+      ask_for(from);
+      if constexpr (kind == Kind::kNestedInt8) ask_for(from + to_rest());
     }
+  }
+
+  SPECJAX_INLINE void ask_for(const uint8_t* from) const {
+    if constexpr (products_take_longer(kind, R)) {
+      __builtin_prefetch(from + ahead_);
+    } else {
+      __builtin_prefetch(from + ahead_, 0, 2);
+      if (V > 1) __builtin_prefetch(from + kShortlyAhead);
+    }
+  }
+
+  // How far ahead lines are prefetched where `left` bytes of a tile are left. Lines of padding are
+  // not read, so that those of short tiles are asked for whole tiles ahead.
+  SPECJAX_INLINE int64_t ahead(int64_t left) const {
+    constexpr int64_t kDistance = V * kAhead;
+    const int64_t tile = p_.w.row_bytes * kTileRows, step = kTiles * tile;
+    if (step <= kDistance) return (kDistance + step - 1) / step * step;
+    return kDistance + (left <= kDistance ? step - tile : 0);  // the next tiles lie behind all
   }
 
   // Bytes from a weight's first plane to the other one.
@@ -270,10 +295,10 @@ inline void add_portion(const Product& p, int64_t column, int64_t row, int64_t r
 // R: the most rows of a portion.
 template <Arithmetic A, Kind kind, int R>
 inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) {
-  constexpr int V = vectors_beside<A, kind>(R);
+  constexpr int V = vectors_beside(A);
   const int64_t chunks = p.how.inputs / (2 * kRun<A>), portion = p.how.portion;
   const int64_t block = m > portion ? kFewChunks : chunks;
-  for (int64_t n = column; n < column + kColumns && n < p.w.n; n += V * kLanes) {
+  for (int64_t n = column; n < column + kFewColumns && n < p.w.n; n += V * kLanes) {
     Float sums[few_portions(A) * R][V] = {};
     for (int64_t chunk = 0; chunk < chunks; chunk += block) {
       const int64_t last = chunk + block < chunks ? chunk + block : chunks;

@@ -1,5 +1,5 @@
 // The XLA handler of `matmul`: checks every buffer, prepares x once per Preparation, and deals the
-// panels of all weights out to the threads.
+// outputs of all weights out to the threads.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -204,18 +204,18 @@ struct Product {
   Preparation how;
   Prepared x;
   float* y;
-  int64_t first_panel;
+  int64_t first;  // the number of its first piece of `how.columns` outputs
 };
 
 void multiply(ffi::ThreadPool& pool, const Kernels& kernels, const Input& x,
               std::vector<Product>& products) {
   thread_local std::vector<Storage> storage;
   if (storage.size() < products.size()) storage.resize(products.size());
-  int64_t panels = 0;
+  int64_t pieces = 0;
   for (size_t i = 0; i < products.size(); ++i) {
     Product& product = products[i];
-    product.first_panel = panels;
-    panels += (product.weight.n + kernels.columns - 1) / kernels.columns;
+    product.first = pieces;
+    pieces += (product.weight.n + product.how.columns - 1) / product.how.columns;
     const auto same = std::find_if(products.begin(), products.begin() + i,
                                    [&](const Product& p) { return p.how == product.how; });
     if (same != products.begin() + i) {
@@ -225,11 +225,11 @@ void multiply(ffi::ThreadPool& pool, const Kernels& kernels, const Input& x,
       prepare(pool, kernels, product.how, x, product.x);
     }
   }
-  parallel_for(pool, panels, [&](int64_t panel) {
-    const Product& p = *std::find_if(products.rbegin(), products.rend(), [&](const Product& each) {
-      return each.first_panel <= panel;
-    });
-    kernels.multiply_panel(p.weight, p.how, p.x, x.m, panel - p.first_panel, p.y);
+  parallel_for(pool, pieces, [&](int64_t piece) {
+    const Product& p = *std::find_if(products.rbegin(), products.rend(),
+                                     [&](const Product& each) { return each.first <= piece; });
+    const int64_t column = (piece - p.first) * p.how.columns;
+    kernels.multiply_columns(p.weight, p.how, p.x, x.m, column, p.y);
   });
 }
 

@@ -135,10 +135,9 @@ inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   if constexpr (floats) multiply<A, Kind::kFloat32>(p, m, column, y);
 }
 
-inline void multiply_panel(const Weight& w, const Preparation& how, const Prepared& x, int64_t m,
-                           int64_t panel, float* y) {
+inline void multiply_columns(const Weight& w, const Preparation& how, const Prepared& x, int64_t m,
+                             int64_t column, float* y) {
   const Product p{w, how, x};
-  const int64_t column = panel * kColumns;
   if (how.arithmetic == Arithmetic::kInteger) {
     multiply<Arithmetic::kInteger>(p, m, column, y);
   } else if (how.arithmetic == Arithmetic::kInteger16) {
@@ -155,6 +154,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   how.levels = levels;
   how.rows = x.m;
   how.k = x.k;
+  how.columns = kColumns;
   // Codes of 4 bits are multiplied faster as bfloat16, where there is a product for that.
   const bool codes = w.kind == Kind::kInt4 || w.kind == Kind::kMxfp4;
   const bool wide = x.bfloat16 && w.quantized() && !(codes && kHasBf16);
@@ -172,6 +172,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   const int64_t few = few_rows(how.arithmetic, w.kind), portions = (x.m + few - 1) / few;
   if (!w.interleaved || portions > few_portions(how.arithmetic) || portions == 0) return how;
   how.way = Way::kFewRows;
+  how.columns = kFewColumns;
   how.portion = (x.m + portions - 1) / portions;
   how.depth = words_of(how.arithmetic, kSliceInputs);
   return how;
