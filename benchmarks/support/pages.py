@@ -289,8 +289,7 @@ SECTIONS = (
     Section("speed.long_context", "smollm2_long*", "Drafts that see a part of a long context",
             "SmolLM2 goes on with tales, WikiText and many solved exercises. *speedup*: over plain "
             "decoding from the end of the prompt on, geometric mean with its 95 % interval; "
-            "*speedup read*: with the reading of the prompt. *Auto* of "
-            "ef8c9bb and 7aa46ea drafts from the text alone, by estimated costs.", apart=True),
+            "*speedup read*: with the reading of the prompt.", apart=True),
     Section("speed.structured", "smollm2_tools*", "Calls of tools, under a JSON schema",
             "SmolLM2, one request at a time, reading included. *speedup*: over plain decoding "
             "under the same schema, geometric mean with its 95 % interval.", apart=True),
