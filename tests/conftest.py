@@ -90,6 +90,12 @@ def forget_compiled_programs() -> Iterator[None]:
 
 
 @pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count compiled programs: what another process has kept is not found."""
+    monkeypatch.setattr("specjax.files.kept_programs.place_of_programs", lambda: None)
+
+
+@pytest.fixture
 def wrong_types() -> Iterator[None]:
     """For tests that pass wrong types on purpose: the check of annotations would come first."""
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -35,7 +35,7 @@ def test_buckets_are_at_most_half_larger() -> None:
 
 
 @pytest.fixture
-def compiled() -> Callable[[], int]:
+def compiled(nothing_kept: None) -> Callable[[], int]:
     """How many programs of the loop the test has needed: those of other tests are forgotten."""
     _decode.clear_cache()
     return _decode._cache_size

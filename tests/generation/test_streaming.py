@@ -109,7 +109,7 @@ def test_bad_input_is_refused_at_the_call(params) -> None:
 
 
 @pytest.mark.exhaustive
-def test_prompts_of_like_length_share_their_programs(params) -> None:
+def test_prompts_of_like_length_share_their_programs(params, nothing_kept) -> None:
     def tokens(prompt: list[int]) -> list[int]:
         rounds = specjax.stream(params, prompt, max_new_tokens=11)
         return prompt + [token for each in rounds for token in each.tokens]
