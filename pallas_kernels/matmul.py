@@ -114,17 +114,20 @@ def matmul(
     weights = weight if isinstance(weight, tuple) else (weight,)
     check_activation(activation)
     _check(x, weights, activation, implementation)
-    weights = tuple(_plane(each, activation) for each in weights)
+    weights = tuple(plane(each, activation) for each in weights)
     kernel = _by_platform if implementation is None else IMPLEMENTATIONS[implementation]
     products = _products(x.reshape(-1, x.shape[-1]), weights, activation, kernel)
     products = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
     return products if isinstance(weight, tuple) else products[0]
 
 
-def _plane(weight: Matrix, activation: Activation) -> Matrix:
-    """The plane of a nested weight that a product reads; other weights as they are."""
+def plane(weight: Matrix, activation: Activation) -> Matrix:
+    """The plane of a nested weight that a product reads; other weights as they are.
+
+    Their arrays may have one more axis in front, as in a stack.
+    """
     if isinstance(weight, Stacked):
-        return Stacked(cast(Weight, _plane(weight.stack, activation)), weight.index)
+        return Stacked(cast(Weight, plane(weight.stack, activation)), weight.index)
     if not isinstance(weight, Nested):
         return weight
     if activation != "a16":
@@ -168,7 +171,7 @@ def _product(x: jax.Array, weight: Weight, activation: Activation, kernel: Kerne
 
 def reads_all_alike(weight: Weight, activation: Activation) -> bool:
     """Whether kernels can read x unchanged: the weight has no outliers, no order and no clip."""
-    weight = cast(Weight, _plane(weight, activation))
+    weight = cast(Weight, plane(weight, activation))
     return _outliers(weight) is None and _order(weight) is None and _clip(weight, activation) == 1
 
 

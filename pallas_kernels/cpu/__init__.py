@@ -2,7 +2,10 @@
 
 from pallas_kernels.cpu.attention import attention as attention
 from pallas_kernels.cpu.hadamard import hadamard as hadamard
+from pallas_kernels.cpu.layers import Layers as Layers
+from pallas_kernels.cpu.layers import layers as layers
 from pallas_kernels.cpu.matmul import available as available
 from pallas_kernels.cpu.matmul import matmul as matmul
 from pallas_kernels.cpu.rows import rms_norm as rms_norm
 from pallas_kernels.cpu.rows import rotate as rotate
+from pallas_kernels.cpu.rows import swiglu as swiglu

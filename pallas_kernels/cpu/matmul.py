@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,39 +51,44 @@ def matmul(
     """
     check_available("implementation 'cpu'", instruction_set)
     outputs = tuple(weight.shape[0] for weight in weights)
-    parts = [_parts(weight) for weight in weights]
-    attributes = {
-        "levels": np.int64(LEVELS.get(activation, 0)),
-        "instruction_set": instruction_set or "",
-        "kinds": np.array([kind for kind, _, _ in parts], np.int64),
-        "group_sizes": np.array([size for _, size, _ in parts], np.int64),
-        "points": np.array([_points(form(weight)) for weight in weights], np.int64),
-        "outputs": np.array([_outputs(form(weight)) for weight in weights], np.int64),
-        "stacked": np.array([isinstance(weight, Stacked) for weight in weights], np.int64),
-    }
-    return _batched_by_rows(outputs, attributes)(x, sum((b for _, _, b in parts), ()))
+    described = [describe(form(weight), activation) for weight in weights]
+    buffers: Buffers = ()
+    for weight, each in zip(weights, described, strict=True):
+        each.attributes["stacked"] = isinstance(weight, Stacked)
+        buffers += (*each.buffers, *((weight.index,) if isinstance(weight, Stacked) else ()))
+    attributes = collected(described) | {"instruction_set": instruction_set or ""}
+    return _batched_by_rows(outputs, attributes)(x, buffers)
 
 
-def _parts(weight: Weight | Stacked) -> tuple[int, int, Buffers]:
-    """A weight's kind, group size (0 for none) and buffers, for src/matmul/matmul.cc."""
-    held = form(weight)
-    check_plain_columns(held)
-    held = plain_weight(held) if isinstance(held, jax.Array) else held
+class Description(NamedTuple):
+    """A weight, or a stack of weights of one form, for src/matmul/weights.h."""
+
+    attributes: dict[str, int]
+    buffers: Buffers
+
+
+def describe(weight: Weight, activation: Activation) -> Description:
+    """Describes a weight whose arrays may have one more axis in front."""
+    check_plain_columns(weight)
+    held = plain_weight(weight) if isinstance(weight, jax.Array) else weight
     name = held.dtype.name if isinstance(held, jax.Array) else type(held).__name__
-    group_size = getattr(held, "group_size", None) or 0
-    number = (weight.index,) if isinstance(weight, Stacked) else ()
-    return WEIGHT_KINDS.index(name), group_size, (*jax.tree.leaves(held), *number)
+    points = [name for name in POINTS if getattr(held, name, None) is not None]
+    attributes = {
+        "kinds": WEIGHT_KINDS.index(name),
+        "group_sizes": getattr(held, "group_size", None) or 0,  # 0: one scale per output
+        "points": 1 + POINTS.index(points[0]) if points else 0,
+        "outputs": getattr(held, "out_features", None) or 0,  # 0: stored row by row
+        "levels": LEVELS.get(activation, 0),
+    }
+    return Description(attributes, tuple(jax.tree.leaves(held)))
 
 
-def _outputs(weight: Weight) -> int:
-    """The outputs of an interleaved weight; 0 for one that is stored row by row."""
-    return getattr(weight, "out_features", None) or 0
-
-
-def _points(weight: Weight) -> int:
-    """The number, in POINTS, of the part that follows the scales; 0 for none."""
-    held = [name for name in POINTS if getattr(weight, name, None) is not None]
-    return 1 + POINTS.index(held[0]) if held else 0
+def collected(described: Sequence[Description]) -> dict[str, Any]:
+    """The attributes of several weights, each as one array."""
+    names = described[0].attributes
+    return {
+        name: np.array([each.attributes[name] for each in described], np.int64) for name in names
+    }
 
 
 def _batched_by_rows(

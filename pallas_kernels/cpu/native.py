@@ -15,10 +15,12 @@ WEIGHT_KINDS = (
     "Bfloat16Weight", "float32", "Bfloat12Weight",
 )  # fmt: skip
 HANDLERS = (
+    "specjax_layers",
     "specjax_matmul",
     "specjax_attention",
     "specjax_rms_norm",
     "specjax_rotate",
+    "specjax_swiglu",
     "specjax_hadamard",
     "specjax_probe_read",
     "specjax_probe_multiply",

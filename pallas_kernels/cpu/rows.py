@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings on CPUs, by the C++ library (src/rows/rows.cc)."""
+"""Norms, rotary embeddings and SwiGLU on CPUs, by the C++ library (src/rows/rows.cc)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def rotate(
       ValueError: the library was not built.
     """
     return _call("rotate", dtype, x, cos, sin)
+
+
+def swiglu(gate: jax.Array, up: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Computes `pallas_kernels.swiglu.swiglu`, with the same bits on every processor.
+
+    Raises:
+      ValueError: the library was not built.
+    """
+    return _call("swiglu", dtype, gate, up)
 
 
 def _call(

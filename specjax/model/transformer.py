@@ -9,6 +9,8 @@ rounded to `config.dtype` (`pallas_kernels.rounding`).
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +18,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import cpu
 from pallas_kernels.activations import Activation
 from pallas_kernels.attention import attention
 from pallas_kernels.formats import has_cheap_reading
 from pallas_kernels.hadamard import hadamard
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import matmul, plane
 from pallas_kernels.norms import rms_norm
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stacks import form
+from pallas_kernels.swiglu import swiglu
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.layers import Layer, Linear, over_layers
+from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, over_layers
 from specjax.model.parallel import embed, gather, own_part
 from specjax.model.params import Params
 from specjax.model.rope import rope_angles
@@ -93,11 +98,7 @@ def forward(
     context = pass_context(config, positions, ancestors, activation)
     x = embed(params.embedding, tokens, config)
     numbers = tuple(range(config.num_layers)) if layers is None else layers
-
-    def step(layer: Layer, index: int | jax.Array, carry: tuple[jax.Array, KVCache]) -> Any:
-        return block(layer, index, *carry, context)[:2]
-
-    x, cache = over_layers(params.layers, numbers, step, (x, cache))
+    x, cache = _run_layers(params.layers, numbers, x, cache, context)
     x = norm(x, params.final_norm, config, x.dtype)
     return gather(linear(x, params.head, activation), config.vocab_size), cache
 
@@ -114,6 +115,72 @@ def prefill(
         return cache
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return forward(params, tokens, positions, cache, activation=activation, layers=layers)[1]
+
+
+def _run_layers(
+    layers: tuple[Layer, ...] | LayerStack,
+    numbers: tuple[int, ...],
+    x: jax.Array,
+    cache: KVCache,
+    context: PassContext,
+) -> tuple[jax.Array, KVCache]:
+    """Runs the numbered layers: in one call where a kernel serves them, else one by one."""
+    config, activation = context.config, context.activation
+
+    def one_by_one(
+        layers: Any, x: jax.Array, cache: KVCache, positions: Any, rope: Any, ancestors: Any
+    ) -> tuple[jax.Array, KVCache]:
+        context = PassContext(config, positions, rope, ancestors, activation)
+
+        def step(layer: Layer, index: int | jax.Array, carry: tuple[jax.Array, KVCache]) -> Any:
+            return block(layer, index, *carry, context)[:2]
+
+        return over_layers(layers, numbers, step, (x, cache))
+
+    operands = (layers, x, cache, context.positions, context.rope, context.ancestors)
+    if not numbers or not isinstance(layers, LayerStack) or cache.bits < 16 or config.hadamard:
+        return one_by_one(*operands)
+    run: tuple[jax.Array, KVCache] = by_platform(
+        *operands,
+        result=jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (x, cache)
+        ),
+        default=one_by_one,
+        cpu=partial(_run_stack, numbers=numbers, config=config, activation=activation),
+    )
+    return run
+
+
+def _run_stack(
+    layers: LayerStack,
+    x: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    ancestors: jax.Array | None,
+    *,
+    numbers: tuple[int, ...],
+    config: ModelConfig,
+    activation: Activation,
+) -> tuple[jax.Array, KVCache]:
+    """All layers in one call of the C++ library, which has the bits of `block`."""
+    arrays, sight = layers.arrays, [cache.sight(config.window(number)) for number in numbers]
+    linears: list[Linear] = [getattr(arrays, name) for name in LINEARS]
+    biases = [linear.bias for linear in linears]
+    weights: list[Any] = [
+        plane(linear.weight, _precision(linear, activation)) for linear in linears
+    ]
+    x, keys, values = cpu.layers(
+        x, cache.keys, cache.values, cache.lengths, positions, rope, ancestors,
+        cpu.Layers(
+            arrays.attention_norm, arrays.mlp_norm, arrays.q_norm, arrays.k_norm, weights,
+            [None if bias is None else bias.astype(jnp.float32) for bias in biases],
+            [_precision(linear, activation) for linear in linears],
+        ),
+        numbers=numbers, windows=[each[0] for each in sight], sinks=[each[1] for each in sight],
+        eps=config.rms_norm_eps, head_scale=config.head_dim**-0.5,
+    )  # fmt: skip
+    return x, dataclasses.replace(cache, keys=keys, values=values)
 
 
 class LinearInputs(NamedTuple):
@@ -157,15 +224,19 @@ def linears(
 
     Layers that are not quantized read x in 16 bits, whatever `activation` is.
     """
-    weights = tuple(layer.weight for layer in layers)
-    if len({has_cheap_reading(form(weight)) for weight in weights}) == 2:
+    precisions = {_precision(layer, activation) for layer in layers}
+    if len(precisions) == 2:
         return tuple(linear(x, layer, activation) for layer in layers)
-    cheap = has_cheap_reading(form(weights[0]))
-    products = matmul(x, weights, activation if cheap else "a16")
+    products = matmul(x, tuple(layer.weight for layer in layers), *precisions)
     return tuple(
         y if layer.bias is None else y + layer.bias.astype(jnp.float32)
         for y, layer in zip(products, layers, strict=True)
     )
+
+
+def _precision(layer: Linear, activation: Activation) -> Activation:
+    """The activation precision at which a layer is multiplied."""
+    return activation if has_cheap_reading(form(layer.weight)) else "a16"
 
 
 def norm(
@@ -224,8 +295,10 @@ def _mlp_block(
     config, activation = context.config, context.activation
     normed = norm(x, layer.mlp_norm, config, x.dtype)
     gate, up = linears(normed, (layer.gate, layer.up), activation)
-    hidden = jax.nn.silu(gate) * up
     if config.hadamard:
-        hidden = hadamard(gather(hidden, config.intermediate_size))
-    hidden = gather(round_to(hidden, x.dtype), config.intermediate_size)
+        hidden = hadamard(gather(swiglu(gate, up), config.intermediate_size))
+        hidden = round_to(hidden, x.dtype)
+    else:
+        hidden = swiglu(gate, up, x.dtype)
+    hidden = gather(hidden, config.intermediate_size)
     return linear(hidden, layer.down, activation), normed, hidden

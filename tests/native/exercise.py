@@ -21,8 +21,10 @@ from pallas_kernels.hadamard import hadamard
 from pallas_kernels.interleave import interleave
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.rope import rotate
+from pallas_kernels.swiglu import swiglu
 from tests.kernels.test_cpu_attention import CASES, run
 from tests.kernels.test_ffi_errors import REFUSED
+from tests.model.test_layer_stack import FORMS, passes
 from tests.support.random_weights import random_rows, random_weights
 
 # M, N, K: one of everything; few rows and many; more than share one decoded panel.
@@ -63,8 +65,15 @@ def attentions(instruction_set: str) -> None:
     run(case, instruction_set, ancestors=case["ancestors"][:, :, :0])
 
 
+def whole_layers() -> None:
+    """Chains and trees through all layers, also where the cache ends."""
+    for form in FORMS.values():
+        for tree in (False, True):
+            jax.block_until_ready(passes(form(), "a16", tree))
+
+
 def others() -> None:
-    """Norms, rotations and the probes, which have one instruction set."""
+    """Norms, rotations, gates and the probes, which have one instruction set."""
     for width in (1, 24, 104, 1001):
         x = random_rows(3, width, "float32")
         jax.block_until_ready((hadamard(x), hadamard(x.T, 0)))
@@ -73,6 +82,7 @@ def others() -> None:
             heads = random_rows(3, 10 * width, "float32").reshape(3, 5, 2 * width)
             jax.block_until_ready(rms_norm(x, jnp.ones(width), 1e-5, dtype))
             jax.block_until_ready(rotate(heads, angles, angles, dtype))
+            jax.block_until_ready(swiglu(x, x, dtype))
     probe.read_bandwidth(jnp.zeros(10**6, jnp.uint8))
     for arithmetic in probe.ARITHMETICS:
         probe.peak(arithmetic, count=2)
@@ -89,6 +99,7 @@ if __name__ == "__main__":
     for name in instruction_sets():
         matmuls(name)
         attentions(name)
+    whole_layers()
     others()
     refusals()
     print("done")

@@ -25,9 +25,14 @@ struct Array {
   // Entry `index` of a stack of arrays.
   Array(const ffi::AnyBuffer& stack, int64_t index) : Array(stack) {
     shape.erase(shape.begin());
+    data += index * size();
+  }
+
+  // Its bytes.
+  int64_t size() const {
     int64_t size = ffi::ByteWidth(type);
     for (const int64_t axis : shape) size *= axis;
-    data += index * size;
+    return size;
   }
 
   static const uint8_t* bytes(const ffi::AnyBuffer& buffer) {

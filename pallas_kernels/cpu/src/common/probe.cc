@@ -15,8 +15,9 @@ namespace {
 // Calls work(i) for 0 <= i < count on all threads, and writes the seconds that this took.
 template <typename Work>
 void measure(ffi::ThreadPool& pool, int64_t count, float* seconds, const Work& work) {
+  Team team(pool);
   const auto start = std::chrono::steady_clock::now();
-  parallel_for(pool, count, work);
+  team.for_each(count, work);
   const std::chrono::duration<float> passed = std::chrono::steady_clock::now() - start;
   *seconds = passed.count();
 }

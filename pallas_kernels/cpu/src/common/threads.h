@@ -1,24 +1,19 @@
-// A parallel loop on the thread pool of the calling XLA program.
+// Parallel loops on the thread pool of the calling XLA program.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "common/ahead.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace specjax {
-
-// The range of one thread when `count` numbers are divided evenly.
-struct Range {
-  Range(int64_t count, int64_t threads, int64_t thread)
-      : begin(count * thread / threads), end(count * (thread + 1) / threads) {}
-
-  int64_t begin, end;
-};
 
 // Numbers to deal out: one range of consecutive numbers per thread.
 class Ranges {
@@ -50,47 +45,129 @@ class Ranges {
   std::vector<Left> ranges_;
 };
 
-inline int64_t threads_for(const xla::ffi::ThreadPool& pool, int64_t count) {
-  return std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), count));
-}
+// Waits in place, at first without leaving the processor to others.
+class Wait {
+ public:
+  void turn() {
+    if (++turns_ > kPauses) return std::this_thread::yield();
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
 
-// The range in which parallel_for deals out number i.
-inline Range range_of(const xla::ffi::ThreadPool& pool, int64_t count, int64_t i) {
-  const int64_t threads = threads_for(pool, count), thread = i * threads / count;
-  const Range range(count, threads, thread);
-  return i < range.end ? range : Range(count, threads, thread + 1);
-}
+ private:
+  static constexpr int64_t kPauses = 2000;  // some 40 microseconds
+  int64_t turns_ = 0;
+};
 
-// Calls work(i) once for every 0 <= i < count, in any order; returns when all are done.
+// The caller of a handler and those threads of the pool that help it, for all loops of one call.
 //
-// The caller takes part, so it never waits for a pool that is busy elsewhere: at the end it waits
-// only for threads that have begun. A thread that begins later finds the loop closed.
-template <typename Work>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Work& work) {
+// Helpers are called once. Between two loops they wait in place, because to wake a thread takes
+// longer than most loops. The caller takes part, so it never waits for a pool that is busy
+// elsewhere: at the end of a loop it waits only for helpers that have begun.
+class Team {
+ public:
+  explicit Team(xla::ffi::ThreadPool& pool)
+      : pool_(pool), threads_(std::max<int64_t>(1, pool.num_threads())) {}
+  Team(const Team&) = delete;
+  ~Team() {
+    if (shared_ != nullptr) shared_->ended.store(true);
+  }
+
+  int64_t threads() const { return threads_; }
+
+  // Says what memory the loops to come will read. Threads ask for it while they wait.
+  void announce(std::vector<Ahead> announced) {
+    shared_ = std::make_shared<Shared>();
+    shared_->announced = std::move(announced);
+    fetch_ = Fetch(shared_->announced, shared_->reached, threads_, 0);
+  }
+
+  // Begins with the next of the loops that were announced.
+  void reach_next() {
+    if (shared_ != nullptr) shared_->reached.fetch_add(1);
+  }
+
+  // Calls work(i) once for every 0 <= i < count, in any order; returns when all are done.
+  template <typename Work>
+  void for_each(int64_t count, const Work& work) {
+    const int64_t threads = threads_for(count);
+    if (threads == 1) {
+      for (int64_t i = 0; i < count; ++i) work(i);
+      return;
+    }
+    if (shared_ == nullptr) shared_ = std::make_shared<Shared>();
+    Loop& loop = shared_->loops.emplace_back(count, threads);
+    loop.work = &work;
+    loop.take = [](Loop& loop, int64_t thread) {
+      loop.ranges.take(thread, *static_cast<const Work*>(loop.work));
+    };
+    shared_->current.store(&loop);
+    while (helpers_ < threads - 1) call_helper(++helpers_);
+    loop.take(loop, 0);
+    loop.closed.store(true);
+    for (Wait wait; loop.running.load() != 0;) {
+      if (!fetch_.step()) wait.turn();
+    }
+  }
+
+  // The range in which for_each deals out number i.
+  Range range_of(int64_t count, int64_t i) const {
+    const int64_t threads = threads_for(count), thread = i * threads / count;
+    const Range range(count, threads, thread);
+    return i < range.end ? range : Range(count, threads, thread + 1);
+  }
+
+ private:
   struct Loop {
-    Loop(int64_t count, int64_t threads) : ranges(count, threads) {}
+    Loop(int64_t count, int64_t threads) : ranges(count, threads), threads(threads) {}
 
     Ranges ranges;
+    int64_t threads;
+    const void* work = nullptr;
+    void (*take)(Loop&, int64_t thread) = nullptr;
     std::atomic<int64_t> running{0};
     std::atomic<bool> closed{false};
   };
-  const int64_t helpers = threads_for(pool, count) - 1;
-  if (helpers == 0) {
-    for (int64_t i = 0; i < count; ++i) work(i);
-    return;
+
+  struct Shared {
+    // All of them, because a helper may still look at an earlier one.
+    std::deque<Loop> loops;
+    std::vector<Ahead> announced;
+    std::atomic<int64_t> reached{0};  // of them
+    std::atomic<Loop*> current{nullptr};
+    std::atomic<bool> ended{false};
+  };
+
+  int64_t threads_for(int64_t count) const {
+    return std::max<int64_t>(1, std::min<int64_t>(threads_, count));
   }
-  const auto loop = std::make_shared<Loop>(count, helpers + 1);
-  const Work* shared = &work;
-  for (int64_t h = 1; h <= helpers; ++h) {
-    pool.Schedule([loop, shared, h] {
-      loop->running.fetch_add(1);
-      if (!loop->closed.load()) loop->ranges.take(h, *shared);
-      loop->running.fetch_sub(1);
+
+  void call_helper(int64_t thread) {
+    pool_.Schedule([shared = shared_, threads = threads_, thread] {
+      const Loop* last = nullptr;
+      Fetch fetch(shared->announced, shared->reached, threads, thread);
+      for (Wait wait; !shared->ended.load();) {
+        Loop* loop = shared->current.load();
+        if (loop == last) {
+          if (!fetch.step()) wait.turn();
+          continue;
+        }
+        last = loop, wait = Wait();
+        loop->running.fetch_add(1);
+        if (thread < loop->threads && !loop->closed.load()) loop->take(*loop, thread);
+        loop->running.fetch_sub(1);
+      }
     });
   }
-  loop->ranges.take(0, work);
-  loop->closed.store(true);
-  while (loop->running.load() != 0) std::this_thread::yield();
-}
+
+  xla::ffi::ThreadPool& pool_;
+  const int64_t threads_;
+  int64_t helpers_ = 0;
+  std::shared_ptr<Shared> shared_;
+  Fetch fetch_;
+};
 
 }  // namespace specjax

@@ -115,7 +115,8 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   const int64_t rows = x.element_count() / size, each = std::max<int64_t>(1, kSerialWork / size);
   const float* const from = static_cast<const float*>(x.untyped_data());
   float* const to = static_cast<float*>(result->untyped_data());
-  parallel_for(pool, (rows + each - 1) / each, [&](int64_t index) {
+  Team team(pool);
+  team.for_each((rows + each - 1) / each, [&](int64_t index) {
     for (int64_t row = index * each; row < std::min(rows, (index + 1) * each); ++row) {
       rotate(matrices, from + row * size, size, unit, scale, to + row * size);
     }

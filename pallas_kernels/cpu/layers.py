@@ -1,0 +1,143 @@
+"""Decoder layers in one call on CPUs, by the C++ library (src/layers/layers.cc)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.activations import Activation
+from pallas_kernels.cache_entries import Entries
+from pallas_kernels.cpu.matmul import collected, describe
+from pallas_kernels.cpu.native import check_available
+from pallas_kernels.formats import Weight
+
+Arrays = tuple[jax.Array, ...]
+_ROWS = 3  # x, keys and values, whose first axis is B and which the call returns
+
+
+class Layers(NamedTuple):
+    """The weights of L layers, each array with an axis L in front.
+
+    attention_norm, mlp_norm: [L, D]. q_norm, k_norm: [L, E] or None.
+    linears: q, k, v, o, gate, up and down, stacks of weights that kernels can read unchanged.
+    biases: f32[L, N] or None for each of them.
+    activations: the activation precision of each of them.
+    """
+
+    attention_norm: jax.Array
+    mlp_norm: jax.Array
+    q_norm: jax.Array | None
+    k_norm: jax.Array | None
+    linears: Sequence[Weight]
+    biases: Sequence[jax.Array | None]
+    activations: Sequence[Activation]
+
+
+def layers(
+    x: jax.Array,
+    keys: Entries,
+    values: Entries,
+    lengths: jax.Array,
+    positions: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    ancestors: jax.Array | None,
+    weights: Layers,
+    *,
+    numbers: Sequence[int],
+    windows: Sequence[int | None],
+    sinks: Sequence[int],
+    eps: float,
+    head_scale: float,
+    instruction_set: str | None = None,
+) -> tuple[jax.Array, Entries, Entries]:
+    """Runs decoder layers with RMSNorm, RoPE, grouped queries and SwiGLU on the residual stream x.
+
+    The bits are those of `matmul`, `attention`, `rms_norm`, `rotate` and `swiglu` one by one.
+
+    Args:
+      x: bf16 or f32[B, T, D].
+      keys: the cache, [B, L, S, K, E]: uint16 holding bfloat16 bits, or float32, like x; not
+        quantized.
+      values: like the keys.
+      lengths: int32[B], slots of context per row. New entries go to the slots behind.
+      positions: int32[B, T].
+      rope: cosines and sines of the positions' angles, f32[B, T, E / 2] each.
+      ancestors: as in `pallas_kernels.attention.attention`.
+      weights: those of all layers.
+      numbers: the layers to run, in order.
+      windows: for each of them, the positions that a token sees; None for all.
+      sinks: for each of them, the first positions that a token sees whatever the window.
+      eps: added to the means of norms.
+      head_scale: multiplies attention scores.
+      instruction_set: one of `native.instruction_sets()`; None for the best.
+
+    Returns:
+      x after the layers, and the keys and values with the new entries.
+
+    Raises:
+      ValueError: the library was not built, or this machine lacks the instruction set.
+    """
+    check_available("layers", instruction_set)
+    described = [
+        describe(weight, activation)
+        for weight, activation in zip(weights.linears, weights.activations, strict=True)
+    ]
+    attributes = collected(described) | {
+        "stacked": np.ones(len(described), np.int64),
+        "biased": np.array([bias is not None for bias in weights.biases], np.int64),
+        "numbers": np.array(numbers, np.int64),
+        "windows": np.array([-1 if each is None else max(each, 0) for each in windows], np.int64),
+        "sinks": np.array(sinks, np.int64),
+        "tree": ancestors is not None,
+        "head_norms": weights.q_norm is not None,
+        "eps": np.float32(eps),
+        "scale": np.float32(head_scale * math.log2(math.e)),  # the kernel uses exp2
+        "instruction_set": instruction_set or "",
+    }
+    by_row = (x, keys, values, ancestors, lengths, positions, *rope)
+    others = [weights.attention_norm, weights.mlp_norm, weights.q_norm, weights.k_norm]
+    for each, bias in zip(described, weights.biases, strict=True):
+        others += [*each.buffers, bias]
+    x, keys, values = _batched_by_rows(attributes)(by_row, tuple(others))
+    return x, keys, values
+
+
+def _batched_by_rows(attributes: dict[str, Any]) -> Any:
+    """The FFI call. Under vmap, batches become more rows; batched weights run one by one."""
+
+    @custom_vmap
+    def call(by_row: Arrays, others: Arrays) -> Arrays:
+        results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in by_row[:_ROWS]]
+        given = [array for array in (*by_row, *others) if array is not None]
+        made = jax.ffi.ffi_call("specjax_layers", results, input_output_aliases={1: 1, 2: 2})
+        return tuple(made(*given, **attributes))
+
+    @call.def_vmap
+    def batched(
+        axis_size: int, in_batched: list[Any], by_row: Arrays, others: Arrays
+    ) -> tuple[Arrays, tuple[bool, ...]]:
+        whole = jax.tree.map(partial(_spread, axis_size), by_row, tuple(in_batched[0]))
+        if any(jax.tree.leaves(in_batched[1])):
+            others = jax.tree.map(partial(_spread, axis_size), others, tuple(in_batched[1]))
+            ys: Arrays = lax.map(lambda both: call(*both), (whole, others))
+        else:
+            ys = call(
+                jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), whole), others
+            )
+            ys = tuple(y.reshape(axis_size, -1, *y.shape[1:]) for y in ys)
+        return ys, (True,) * _ROWS
+
+    return call
+
+
+def _spread(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
+    """The array with the batch's axis in front."""
+    return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))

@@ -1,0 +1,68 @@
+#include "matmul/products.h"
+
+#include <algorithm>
+
+namespace specjax {
+namespace {
+
+constexpr int64_t kSerialWork = 1 << 13;  // values of x that one thread prepares faster than two
+
+// Memory for one prepared x. The thread keeps it for its next call.
+class Storage {
+ public:
+  Prepared reserve(const Preparation& how) {
+    const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
+    const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
+    const size_t needed = how.rows * (how.inputs + groups + sums) + kSlack;
+    if (memory_.size() < needed) memory_.resize(needed);
+    uint32_t* start = memory_.data();
+    start += (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 / sizeof(uint32_t);
+    float* scales = reinterpret_cast<float*>(start + how.rows * how.inputs);
+    return {start, scales, scales + how.rows * groups};
+  }
+
+ private:
+  static constexpr size_t kSlack = 32;
+  std::vector<uint32_t> memory_;
+};
+
+void prepare(Team& team, const Kernels& kernels, const Preparation& how, const Input& x,
+             const Prepared& out) {
+  const int64_t rows = std::max<int64_t>(1, kSerialWork / how.inputs);
+  team.for_each((x.m + rows - 1) / rows, [&](int64_t index) {
+    thread_local std::vector<float> values;
+    if (values.size() < static_cast<size_t>(2 * how.inputs)) values.resize(2 * how.inputs);
+    for (int64_t row = index * rows; row < std::min(x.m, (index + 1) * rows); ++row) {
+      kernels.prepare_row(how, x, row, values.data(), out);
+    }
+  });
+}
+
+}  // namespace
+
+void multiply(Team& team, const Kernels& kernels, const Input& x, std::vector<Product>& products) {
+  thread_local std::vector<Storage> storage;
+  if (storage.size() < products.size()) storage.resize(products.size());
+  int64_t pieces = 0;
+  for (size_t i = 0; i < products.size(); ++i) {
+    Product& product = products[i];
+    product.first = pieces;
+    pieces += (product.weight.n + product.how.columns - 1) / product.how.columns;
+    const auto same = std::find_if(products.begin(), products.begin() + i,
+                                   [&](const Product& p) { return p.how == product.how; });
+    if (same != products.begin() + i) {
+      product.x = same->x;
+    } else {
+      product.x = storage[i].reserve(product.how);
+      prepare(team, kernels, product.how, x, product.x);
+    }
+  }
+  team.for_each(pieces, [&](int64_t piece) {
+    const Product& p = *std::find_if(products.rbegin(), products.rend(),
+                                     [&](const Product& each) { return each.first <= piece; });
+    const int64_t column = (piece - p.first) * p.how.columns;
+    kernels.multiply_columns(p.weight, p.how, p.x, x.m, column, p.y);
+  });
+}
+
+}  // namespace specjax
