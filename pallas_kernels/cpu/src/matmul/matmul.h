@@ -135,17 +135,25 @@ inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   if constexpr (floats) multiply<A, Kind::kFloat32>(p, m, column, y);
 }
 
+// Products that an instruction set makes no faster than the one below it are compiled for that one.
 inline void multiply_columns(const Weight& w, const Preparation& how, const Prepared& x, int64_t m,
                              int64_t column, float* y) {
   const Product p{w, how, x};
-  if (how.arithmetic == Arithmetic::kInteger) {
-    multiply<Arithmetic::kInteger>(p, m, column, y);
-  } else if (how.arithmetic == Arithmetic::kInteger16) {
-    multiply<Arithmetic::kInteger16>(p, m, column, y);
-  } else if (how.arithmetic == Arithmetic::kFloat32) {
-    multiply<Arithmetic::kFloat32>(p, m, column, y);
-  } else if constexpr (kHasBf16) {
-    multiply<Arithmetic::kBfloat16>(p, m, column, y);
+  const auto is = [&](Arithmetic arithmetic) { return how.arithmetic == arithmetic; };
+#if defined(SPECJAX_BELOW)
+  if (!is_own(how.arithmetic)) {
+    return SPECJAX_BELOW::kernels.multiply_columns(w, how, x, m, column, y);
+  }
+#endif
+  if constexpr (is_own(Arithmetic::kInteger)) {
+    if (is(Arithmetic::kInteger)) multiply<Arithmetic::kInteger>(p, m, column, y);
+    if (is(Arithmetic::kInteger16)) multiply<Arithmetic::kInteger16>(p, m, column, y);
+  }
+  if constexpr (is_own(Arithmetic::kFloat32)) {
+    if (is(Arithmetic::kFloat32)) multiply<Arithmetic::kFloat32>(p, m, column, y);
+  }
+  if constexpr (is_own(Arithmetic::kBfloat16) && kHasBf16) {
+    if (is(Arithmetic::kBfloat16)) multiply<Arithmetic::kBfloat16>(p, m, column, y);
   }
 }
 

@@ -5,7 +5,28 @@
 
 #include "matmul/groups.h"
 
+#if defined(__AVX512BF16__)
+namespace specjax::avx512_vnni {
+extern const Kernels kernels;
+}
+#elif defined(__AVXVNNI__)
+namespace specjax::avx2 {
+extern const Kernels kernels;
+}
+#endif
+
 namespace specjax::SPECJAX_ISA {
+
+// The instruction set whose kernels make the products that are not `is_own`.
+#if defined(__AVX512BF16__)
+#define SPECJAX_BELOW avx512_vnni
+constexpr bool is_own(Arithmetic arithmetic) { return arithmetic == Arithmetic::kBfloat16; }
+#elif defined(__AVXVNNI__)
+#define SPECJAX_BELOW avx2
+constexpr bool is_own(Arithmetic arithmetic) { return is_integer(arithmetic); }
+#else
+constexpr bool is_own(Arithmetic) { return true; }
+#endif
 
 inline constexpr int kSmallestGroup = 32;
 
