@@ -28,6 +28,14 @@ FLAGS = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 )  # fmt: skip
 
+# The instruction sets whose kernels others use for some of their work, and how a machine with the
+# other is to be compiled for them.
+BELOW = {
+    "avx512_amx": ("avx512_bf16", ["-mno-amx-int8", "-mno-amx-bf16"]),
+    "avx512_bf16": ("avx512_vnni", ["-mno-avx512bf16"]),
+    "avx2_vnni": ("avx2", ["-mno-avxvnni"]),
+}
+
 
 def runtimes() -> list[str]:
     """The libraries to load before Python; empty if one is missing.
@@ -66,8 +74,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if source.name != "kernels.cc"
     ]
     machines = {best: ["-march=native"], "portable": []}
-    if best == "avx512_amx":  # its kernels use these for work without tiles
-        machines["avx512_bf16"] = ["-march=native", "-mno-amx-int8", "-mno-amx-bf16"]
+    name = best
+    while name in BELOW:
+        above, (name, without) = machines[name], BELOW[name]
+        machines[name] = [*above, *without]
     for name, machine in machines.items():
         units.append((SOURCES / "common" / "kernels.cc", [f"-DSPECJAX_ISA={name}", *machine]))
     objects = [str(folder / f"{i}.o") for i in range(len(units))]
