@@ -23,6 +23,22 @@ from tests.support.word_tokenizer import WordTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_A_FILE = 30  # of `make test` on two quiet cores
+# What takes minutes comes first, so that no process is left with it at the end.
+LONGEST = (
+    "tests/serving/",
+    "tests/generation/test_sampling_drafters.py",
+    "tests/commands/test_kills.py",
+    "tests/kernels/test_sanitizers.py",
+    "tests/checkpoints/test_exact.py",
+    "tests/generation/test_row_bits.py",
+    "tests/generation/test_constraints.py",
+    "tests/model/test_parallel.py",
+    "tests/docs/test_examples.py",
+    "tests/generation/test_trees.py",
+    "tests/commands/test_cli.py",
+    "tests/kernels/test_amx.py",
+    "tests/kernels/test_matmul.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `exhaustive` the cases that a test's `covering` mark leaves to `make test-all`."""
+    """Marks as `exhaustive` the cases that a test's `covering` mark leaves to `make test-all`, and
+    puts the longest files first."""
     groups = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering"):
@@ -47,6 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(group):
             if number not in chosen:
                 item.add_marker(pytest.mark.exhaustive)
+    items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in LONGEST])
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
