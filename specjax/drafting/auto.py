@@ -254,7 +254,8 @@ class Auto(Drafter):
     def _time(self, drafts: jax.Array, rows: int) -> jax.Array:
         """The times of rounds with so many drafts of the model, int32[…] -> f32[…]."""
         costs = self._costs(rows)
-        wider = jnp.searchsorted(jnp.array(WIDTHS), jnp.minimum(drafts, WIDTHS[-1]))
+        most = jnp.minimum(drafts, WIDTHS[-1])
+        wider = jnp.searchsorted(jnp.array(WIDTHS), most, method="compare_all")
         return drafts * costs.draft + jnp.asarray(costs.passes)[wider]
 
     def _costs(self, rows: int) -> Costs:
@@ -326,7 +327,8 @@ def _due(idle: jax.Array) -> jax.Array:
 
 def _kind(match: Match) -> jax.Array:
     """The kind of each row's match, int32[B] in 0 … 3."""
-    kind = jnp.searchsorted(jnp.array(_KINDS), match.length, side="right") - 1
+    kinds = jnp.array(_KINDS)
+    kind = jnp.searchsorted(kinds, match.length, side="right", method="compare_all") - 1
     return jnp.maximum(kind, 0).astype(jnp.int32)
 
 

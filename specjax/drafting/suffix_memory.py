@@ -194,7 +194,8 @@ class SuffixMemory:
         known = (held[..., 0] == hashes) & (held[..., 2] > 0)
         level = jnp.max(jnp.where(known, _levels(), 0), axis=-1)
         entry = jnp.take_along_axis(held, level[:, None, None], axis=1)[:, 0].astype(jnp.int32)
-        often = jnp.searchsorted(jnp.array(COUNTS), entry[:, 2], side="right") - 1
+        counts = jnp.array(COUNTS)
+        often = jnp.searchsorted(counts, entry[:, 2], side="right", method="compare_all") - 1
         kind = level * len(COUNTS) + jnp.maximum(often, 0)
         return entry[:, 1], kind.astype(jnp.int32), jnp.any(known, axis=-1)
 

@@ -55,9 +55,9 @@ def verify(
 
     def at(width: int, carry: _Turn) -> _Turn:
         narrow = proposal.first(width)
-        before = dataclasses.replace(state, cache=carry.cache)
+        before = _late(state, carry)
         logits, cache = score(params, before, narrow.tokens, activation, layers, narrow.parents)
-        verified = _judge(state, narrow, logits)
+        verified = _judge(before, narrow, logits)
         if proposal.parents is not None and narrow.parents is None:
             verified = dataclasses.replace(verified, nodes=narrow.tokens)  # a tree of no nodes
         return _Turn(jnp.bool_(True), jax.tree.map(_widen, verified, carry.verified), cache)
@@ -67,7 +67,7 @@ def verify(
         carry = at(n, carry)
         return carry.verified, carry.cache
     longest = jnp.max(jnp.where(state.finished, 0, counts))
-    chosen = jnp.searchsorted(jnp.array(widths), longest)
+    chosen = jnp.searchsorted(jnp.array(widths), longest, method="compare_all")
     # Loops of at most one turn: XLA updates a loop's caches in place but copies a conditional's.
     for index, width in enumerate(widths):
         carry = lax.while_loop(partial(_due, chosen == index), partial(at, width), carry)
@@ -80,6 +80,17 @@ class _Turn(NamedTuple):
     done: jax.Array
     verified: Verified
     cache: KVCache
+
+
+def _late(state: DecodeState, turn: _Turn) -> DecodeState:
+    """The state with the turn's cache, its lengths computed in the turn.
+
+    XLA moves what does not change in a loop in front of it: here the angles, embeddings and random
+    keys of every width, of which a round needs one. It does not know that `done` is False.
+    """
+    late = turn.done.astype(jnp.int32)
+    cache = turn.cache.with_lengths(turn.cache.lengths + late)
+    return dataclasses.replace(state, cache=cache, lengths=state.lengths + late)
 
 
 def _due(chosen: jax.Array, turn: _Turn) -> jax.Array:
