@@ -39,7 +39,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def _instruct(path: Path) -> None:
     """SmolLM2's speed-up over plain decoding on real prompts, with intervals."""
-    from benchmarks.support.quotes import INSTRUCT, INSTRUCT_RESULT, instruct
+    from benchmarks.support.quotes import INSTRUCT, INSTRUCT_RESULTS, instruct
 
     lines = instruct()
     figure, axes = _figure(0.9 + 0.6 * len(lines))
@@ -59,7 +59,7 @@ def _instruct(path: Path) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper right")
-    environment = load(INSTRUCT_RESULT).environment
+    environment = load(INSTRUCT_RESULTS[0]).environment
     axes.set_xlabel(
         "speed-up over plain decoding of the same model (the line)\nSmolLM2-135M-Instruct, "
         f"real prompts, {environment['cores']} cores of an {environment['processor']}", fontsize=8,

@@ -120,8 +120,8 @@ def _gains() -> str:
     return table(lines, list(lines[0]))
 
 
-INSTRUCT_RESULT = "epyc/smollm2_drafters"
-# Its cells, by the column that README shows.
+INSTRUCT_RESULTS = "epyc/smollm2_drafters", "epyc/smollm2_drafters_8"
+# Their cells, by the column that README shows.
 INSTRUCT = {
     "batch 1": {"batch": 1, "temperature": 0.0},
     "batch 1, sampled": {"batch": 1, "temperature": 0.7},
@@ -138,7 +138,7 @@ DRAFTER = re.compile(r"^(plain|nested|8 bits), |, (12 bits|16 bits|8 bits|nested
 
 def instruct() -> list[dict[str, Any]]:
     """SmolLM2's drafters on real prompts, what loses at batch 1 first; a row per column."""
-    rows = select(load(INSTRUCT_RESULT).rows, kind="all")
+    rows = [row for name in INSTRUCT_RESULTS for row in select(load(name).rows, kind="all")]
     columns = {name: select(rows, **cell) for name, cell in INSTRUCT.items()}
     bases = "plain, gguf", "plain, bfloat16"
     first = [row for row in columns["batch 1"] if row["drafter"] not in bases]

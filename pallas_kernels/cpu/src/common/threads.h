@@ -45,9 +45,12 @@ class Ranges {
   std::vector<Left> ranges_;
 };
 
-// Waits in place, at first without leaving the processor to others.
+// Waits in place: a while without leaving the processor to others.
 class Wait {
  public:
+  // Whether the while is over.
+  bool is_long() const { return turns_ > kPauses + kYields; }
+
   void turn() {
     if (++turns_ > kPauses) return std::this_thread::yield();
 #if defined(__x86_64__)
@@ -58,37 +61,31 @@ class Wait {
   }
 
  private:
-  static constexpr int64_t kPauses = 2000;  // some 40 microseconds
+  static constexpr int64_t kPauses = 2000, kYields = 500;  // some 40 and 250 microseconds
   int64_t turns_ = 0;
 };
 
 // The caller of a handler and those threads of the pool that help it, for all loops of one call.
 //
-// Helpers are called once. Between two loops they wait in place, because to wake a thread takes
-// longer than most loops. The caller takes part, so it never waits for a pool that is busy
-// elsewhere: at the end of a loop it waits only for helpers that have begun.
+// Between two loops helpers wait in place, because to wake a thread takes longer than most loops.
+// One that has waited for long leaves, for others may need its processor, and is called again for
+// the next loop. The caller takes part, so it never waits for a pool that is busy elsewhere: at the
+// end of a loop it waits only for helpers that have begun.
 class Team {
  public:
-  explicit Team(xla::ffi::ThreadPool& pool)
-      : pool_(pool), threads_(std::max<int64_t>(1, pool.num_threads())) {}
+  // announced: what memory the loops to come will read. Threads ask for it while they wait.
+  explicit Team(xla::ffi::ThreadPool& pool, std::vector<Ahead> announced = {})
+      : pool_(pool),
+        threads_(std::max<int64_t>(1, pool.num_threads())),
+        shared_(std::make_shared<Shared>(threads_, std::move(announced))),
+        fetch_(shared_->announced, shared_->reached, threads_, 0) {}
   Team(const Team&) = delete;
-  ~Team() {
-    if (shared_ != nullptr) shared_->ended.store(true);
-  }
+  ~Team() { shared_->ended.store(true); }
 
   int64_t threads() const { return threads_; }
 
-  // Says what memory the loops to come will read. Threads ask for it while they wait.
-  void announce(std::vector<Ahead> announced) {
-    shared_ = std::make_shared<Shared>();
-    shared_->announced = std::move(announced);
-    fetch_ = Fetch(shared_->announced, shared_->reached, threads_, 0);
-  }
-
   // Begins with the next of the loops that were announced.
-  void reach_next() {
-    if (shared_ != nullptr) shared_->reached.fetch_add(1);
-  }
+  void reach_next() { shared_->reached.fetch_add(1); }
 
   // Calls work(i) once for every 0 <= i < count, in any order; returns when all are done.
   template <typename Work>
@@ -98,14 +95,15 @@ class Team {
       for (int64_t i = 0; i < count; ++i) work(i);
       return;
     }
-    if (shared_ == nullptr) shared_ = std::make_shared<Shared>();
     Loop& loop = shared_->loops.emplace_back(count, threads);
     loop.work = &work;
     loop.take = [](Loop& loop, int64_t thread) {
       loop.ranges.take(thread, *static_cast<const Work*>(loop.work));
     };
     shared_->current.store(&loop);
-    while (helpers_ < threads - 1) call_helper(++helpers_);
+    for (int64_t helper = 1; helper < threads; ++helper) {
+      if (!shared_->here[helper].exchange(true)) call(helper);
+    }
     loop.take(loop, 0);
     loop.closed.store(true);
     for (Wait wait; loop.running.load() != 0;) {
@@ -133,10 +131,14 @@ class Team {
   };
 
   struct Shared {
+    Shared(int64_t threads, std::vector<Ahead> announced)
+        : announced(std::move(announced)), here(threads) {}
+
     // All of them, because a helper may still look at an earlier one.
     std::deque<Loop> loops;
-    std::vector<Ahead> announced;
-    std::atomic<int64_t> reached{0};  // of them
+    const std::vector<Ahead> announced;
+    std::atomic<int64_t> reached{0};      // of them
+    std::vector<std::atomic<bool>> here;  // helpers that wait or work
     std::atomic<Loop*> current{nullptr};
     std::atomic<bool> ended{false};
   };
@@ -145,11 +147,11 @@ class Team {
     return std::max<int64_t>(1, std::min<int64_t>(threads_, count));
   }
 
-  void call_helper(int64_t thread) {
-    pool_.Schedule([shared = shared_, threads = threads_, thread] {
+  void call(int64_t helper) {
+    pool_.Schedule([shared = shared_, threads = threads_, helper] {
       const Loop* last = nullptr;
-      Fetch fetch(shared->announced, shared->reached, threads, thread);
-      for (Wait wait; !shared->ended.load();) {
+      Fetch fetch(shared->announced, shared->reached, threads, helper);
+      for (Wait wait; !shared->ended.load() && !wait.is_long();) {
         Loop* loop = shared->current.load();
         if (loop == last) {
           if (!fetch.step()) wait.turn();
@@ -157,16 +159,16 @@ class Team {
         }
         last = loop, wait = Wait();
         loop->running.fetch_add(1);
-        if (thread < loop->threads && !loop->closed.load()) loop->take(*loop, thread);
+        if (helper < loop->threads && !loop->closed.load()) loop->take(*loop, helper);
         loop->running.fetch_sub(1);
       }
+      shared->here[helper].store(false);
     });
   }
 
   xla::ffi::ThreadPool& pool_;
   const int64_t threads_;
-  int64_t helpers_ = 0;
-  std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<Shared> shared_;
   Fetch fetch_;
 };
 

@@ -192,8 +192,7 @@ ffi::Error layers(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer keys,
   };
   p.x = begin(x, *y), p.keys = begin(keys, *new_keys), p.values = begin(values, *new_values);
   p.attention.keys.data = p.keys, p.attention.values.data = p.values;
-  Team team(pool);
-  run_layers(team, p, calls);
+  run_layers(pool, p, calls);
   return ffi::Error::Success();
 }
 

@@ -185,9 +185,9 @@ std::vector<Ahead> products_of(const Pass& p, const std::vector<LayerCall>& call
 
 }  // namespace
 
-void run_layers(Team& team, const Pass& pass, const std::vector<LayerCall>& calls) {
+void run_layers(xla::ffi::ThreadPool& pool, const Pass& pass, const std::vector<LayerCall>& calls) {
   if (pass.rows == 0) return;
-  team.announce(products_of(pass, calls));
+  Team team(pool, products_of(pass, calls));
   Between between(pass);
   for (const LayerCall& call : calls) {
     Layer(team, pass, between, call.number).run(call.window, call.sinks);

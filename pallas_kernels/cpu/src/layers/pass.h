@@ -54,6 +54,6 @@ struct LayerCall {
   int64_t number, window, sinks;
 };
 
-void run_layers(Team& team, const Pass& pass, const std::vector<LayerCall>& calls);
+void run_layers(xla::ffi::ThreadPool& pool, const Pass& pass, const std::vector<LayerCall>& calls);
 
 }  // namespace specjax
