@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
+from pallas_kernels.cpu.batches import as_rows, entry
 from pallas_kernels.cpu.native import check_available
 
 # queries, keys, values, lengths, positions, layer; scales and zeros of keys and of values; the
@@ -75,30 +75,13 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
     def batched(
         axis_size: int, in_batched: list[bool], *operands: jax.Array | None
     ) -> tuple[jax.Array, bool]:
-        pick = partial(_pick, in_batched, operands)
-        if in_batched[1] and in_batched[2] and not in_batched[5]:
-            rows = (
-                x if x is None or x.ndim == 0 else _as_rows(x, axis_size, is_batched)
-                for x, is_batched in zip(operands, in_batched, strict=True)
-            )
-            y = call(*rows)
+        given = tuple(in_batched)
+        if given[1] and given[2] and not given[5]:  # the layer belongs to no row
+            rows = as_rows(operands[:5] + operands[6:], given[:5] + given[6:], axis_size)
+            y = call(*rows[:5], operands[5], *rows[5:])
             y = y.reshape(axis_size, -1, *y.shape[1:])
         else:  # repeated caches would cost more than repeated calls
-            y = lax.map(lambda index: call(*pick(index)), jnp.arange(axis_size))
+            y = lax.map(lambda index: call(*entry(operands, given, index)), jnp.arange(axis_size))
         return y, True
 
     return call
-
-
-def _as_rows(x: jax.Array, axis_size: int, is_batched: bool) -> jax.Array:
-    """Flattens [N, B, ...] to [N · B, ...], and repeats an unbatched [B, ...] N times."""
-    x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _pick(in_batched: list[bool], operands: Operands, index: jax.Array) -> Operands:
-    """The operands of one call in the batch."""
-    return tuple(
-        x if x is None or not is_batched else x[index]
-        for x, is_batched in zip(operands, in_batched, strict=True)
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jax.custom_batching import custom_vmap
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.cache_entries import Entries
+from pallas_kernels.cpu.batches import as_rows, entry
 from pallas_kernels.cpu.matmul import collected, describe
 from pallas_kernels.cpu.native import check_available
 from pallas_kernels.formats import Weight
@@ -121,23 +121,17 @@ def _batched_by_rows(attributes: dict[str, Any]) -> Any:
         return tuple(made(*given, **attributes))
 
     @call.def_vmap
-    def batched(
+    def by_batches(
         axis_size: int, in_batched: list[Any], by_row: Arrays, others: Arrays
     ) -> tuple[Arrays, tuple[bool, ...]]:
-        whole = jax.tree.map(partial(_spread, axis_size), by_row, tuple(in_batched[0]))
-        if any(jax.tree.leaves(in_batched[1])):
-            others = jax.tree.map(partial(_spread, axis_size), others, tuple(in_batched[1]))
-            ys: Arrays = lax.map(lambda both: call(*both), (whole, others))
-        else:
-            ys = call(
-                jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), whole), others
+        given, batched = (by_row, others), tuple(map(tuple, in_batched))
+        if any(jax.tree.leaves(batched[1])):
+            ys: Arrays = lax.map(
+                lambda index: call(*entry(given, batched, index)), jnp.arange(axis_size)
             )
+        else:
+            ys = call(as_rows(by_row, batched[0], axis_size), others)
             ys = tuple(y.reshape(axis_size, -1, *y.shape[1:]) for y in ys)
         return ys, (True,) * _ROWS
 
     return call
-
-
-def _spread(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """The array with the batch's axis in front."""
-    return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.activations import LEVELS, Activation
+from pallas_kernels.cpu.batches import entry
 from pallas_kernels.cpu.native import WEIGHT_KINDS, check_available, instruction_sets
 from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
 from pallas_kernels.stacks import Stacked, form
@@ -106,11 +107,7 @@ def _batched_by_rows(
         axis_size: int, in_batched: list[Any], x: jax.Array, buffers: Buffers
     ) -> tuple[Buffers, tuple[bool, ...]]:
         def one(index: jax.Array) -> Buffers:
-            values = jax.tree.map(
-                lambda value, is_batched: value[index] if is_batched else value,
-                (x, buffers), tuple(in_batched),
-            )  # fmt: skip
-            products: Buffers = call(*values)
+            products: Buffers = call(*entry((x, buffers), tuple(in_batched), index))
             return products
 
         if any(in_batched[1]):
