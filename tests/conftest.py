@@ -23,7 +23,7 @@ from tests.support.word_tokenizer import WordTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_A_FILE = 30  # of `make test` on two quiet cores
-# What takes minutes comes first, so that no process is left with it at the end.
+# Files that take minutes come first, so that no process is left with one at the end.
 LONGEST = (
     "tests/serving/",
     "tests/generation/test_sampling_drafters.py",

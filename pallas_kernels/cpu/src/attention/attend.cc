@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/memory.h"
+
 namespace specjax {
 namespace {
 
@@ -10,20 +12,6 @@ constexpr int64_t kTaskRows = 64;  // queries of a task, at most: they share dec
 // With kTasksPerThread tasks or more per thread, and more than kFewRows queries per task, threads
 // take whole tasks. Otherwise they take steps, in the order of memory and several in a deal.
 constexpr int64_t kTasksPerThread = 4, kFewRows = 16, kDealsPerThread = 4;
-
-class Memory {
- public:
-  // At least `floats` floats, aligned to a line, with the contents that earlier calls left.
-  float* reserve(int64_t floats) {
-    if (memory_.size() < static_cast<size_t>(floats + kSlack)) memory_.resize(floats + kSlack);
-    const uintptr_t start = reinterpret_cast<uintptr_t>(memory_.data());
-    return memory_.data() + (64 - start % 64) % 64 / sizeof(float);
-  }
-
- private:
-  static constexpr int64_t kSlack = 16;
-  std::vector<float> memory_;
-};
 
 Memory& thread_memory() {
   thread_local Memory memory;

@@ -18,8 +18,8 @@ struct Range {
   int64_t begin, end;
 };
 
-// What a loop will read: each of its numbers an even share of one of the parts, which follow one
-// another.
+// The memory that a loop will read. Each of its numbers reads an even share of one part; the parts
+// follow one another.
 struct Ahead {
   struct Part {
     int64_t count = 0;  // numbers
@@ -33,7 +33,6 @@ struct Ahead {
 // Asks, a few lines at a time, for what one thread will read in the next loops.
 class Fetch {
  public:
-  Fetch() = default;
   // reached: how many of the announced loops have begun.
   Fetch(const std::vector<Ahead>& announced, const std::atomic<int64_t>& reached, int64_t threads,
         int64_t thread)
@@ -41,7 +40,6 @@ class Fetch {
 
   // Asks for the next lines, if there are any left.
   bool step() {
-    if (announced_ == nullptr) return false;
     const int64_t reached = reached_->load();
     if (loop_ < reached) begin(reached);
     while (next_ == end_) {
@@ -80,9 +78,9 @@ class Fetch {
     }
   }
 
-  const std::vector<Ahead>* announced_ = nullptr;
-  const std::atomic<int64_t>* reached_ = nullptr;
-  int64_t threads_ = 1, thread_ = 0;
+  const std::vector<Ahead>* announced_;
+  const std::atomic<int64_t>* reached_;
+  int64_t threads_, thread_;
   int64_t loop_ = -1;  // of the announced ones: the one that is asked for
   std::array<std::pair<const uint8_t*, const uint8_t*>, 6> stretches_ = {};
   int next_ = 0, end_ = 0;  // of the stretches

@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "attention/attend.h"
+#include "common/memory.h"
 #include "matmul/products.h"
 
 namespace specjax {
@@ -20,10 +21,8 @@ class Between {
                                         std::max(p.d, p.f),   p.f,   p.f};
     int64_t needed = 0;
     for (const int64_t width : widths) needed += lines(p.rows * width);
-    std::vector<float>& memory = needed <= kKept ? kept() : own_;
-    if (memory.size() < static_cast<size_t>(needed + kLine)) memory.resize(needed + kLine);
-    float* next = memory.data();
-    next += (64 - reinterpret_cast<uintptr_t>(next) % 64) % 64 / sizeof(float);
+    thread_local Memory kept;
+    float* next = (needed <= kKept ? kept : own_).reserve(needed);
     float** parts[] = {&input, &q, &k, &v, &queries, &mixed, &result, &gate, &up};
     for (size_t i = 0; i < widths.size(); ++i) {
       *parts[i] = next;
@@ -40,12 +39,8 @@ class Between {
   static constexpr int64_t kLine = 16, kKept = 1 << 22;  // floats
 
   static int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
-  static std::vector<float>& kept() {
-    thread_local std::vector<float> memory;
-    return memory;
-  }
 
-  std::vector<float> own_;
+  Memory own_;
 };
 
 // One pass over one layer.
@@ -164,7 +159,7 @@ class Layer {
   const int64_t number_;
 };
 
-// What the products of some layers read, in order.
+// The memory that the products of some layers read, in order.
 std::vector<Ahead> products_of(const Pass& p, const std::vector<LayerCall>& calls) {
   std::vector<Ahead> all;
   for (const LayerCall& call : calls) {

@@ -2,29 +2,20 @@
 
 #include <algorithm>
 
+#include "common/memory.h"
+
 namespace specjax {
 namespace {
 
 constexpr int64_t kSerialWork = 1 << 13;  // values of x that one thread prepares faster than two
 
-// Memory for one prepared x. The thread keeps it for its next call.
-class Storage {
- public:
-  Prepared reserve(const Preparation& how) {
-    const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
-    const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
-    const size_t needed = how.rows * (how.inputs + groups + sums) + kSlack;
-    if (memory_.size() < needed) memory_.resize(needed);
-    uint32_t* start = memory_.data();
-    start += (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 / sizeof(uint32_t);
-    float* scales = reinterpret_cast<float*>(start + how.rows * how.inputs);
-    return {start, scales, scales + how.rows * groups};
-  }
-
- private:
-  static constexpr size_t kSlack = 32;
-  std::vector<uint32_t> memory_;
-};
+Prepared reserve(Memory& memory, const Preparation& how) {
+  const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
+  const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
+  float* const words = memory.reserve(how.rows * (how.inputs + groups + sums));
+  float* const scales = words + how.rows * how.inputs;
+  return {reinterpret_cast<uint32_t*>(words), scales, scales + how.rows * groups};
+}
 
 void prepare(Team& team, const Kernels& kernels, const Preparation& how, const Input& x,
              const Prepared& out) {
@@ -41,8 +32,8 @@ void prepare(Team& team, const Kernels& kernels, const Preparation& how, const I
 }  // namespace
 
 void multiply(Team& team, const Kernels& kernels, const Input& x, std::vector<Product>& products) {
-  thread_local std::vector<Storage> storage;
-  if (storage.size() < products.size()) storage.resize(products.size());
+  thread_local std::vector<Memory> memories;
+  if (memories.size() < products.size()) memories.resize(products.size());
   int64_t pieces = 0;
   for (size_t i = 0; i < products.size(); ++i) {
     Product& product = products[i];
@@ -53,7 +44,7 @@ void multiply(Team& team, const Kernels& kernels, const Input& x, std::vector<Pr
     if (same != products.begin() + i) {
       product.x = same->x;
     } else {
-      product.x = storage[i].reserve(product.how);
+      product.x = reserve(memories[i], product.how);
       prepare(team, kernels, product.how, x, product.x);
     }
   }

@@ -8,7 +8,7 @@
 
 namespace specjax {
 
-// What a weight has beside its scales. Numbered as POINTS in matmul.py.
+// The part that a weight has beside its scales. Numbered as POINTS in matmul.py.
 enum class Points : int64_t { kNone = 0, kZeros = 1, kMinima = 2 };
 
 // One weight as the attributes describe it.
