@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.settings import own_settings
@@ -174,9 +176,15 @@ def _cut(result: DecodeResult, width: int, new: int) -> DecodeResult:
         return result
     return dataclasses.replace(
         result,
-        tokens=result.tokens[:, : width + new],
-        logprobs=jax.tree.map(lambda leaf: leaf[:, :new], result.logprobs),
+        tokens=_first(width + new, result.tokens),
+        logprobs=jax.tree.map(partial(_first, new), result.logprobs),
     )
+
+
+def _first(count: int, values: jax.Array) -> jax.Array:
+    """The first places of every row. NumPy takes them: JAX would compile a program per count."""
+    first: jax.Array = jax.device_put(np.asarray(values)[:, :count], values.sharding)
+    return first
 
 
 def _decode_rows(params: Params, request: Request, rows: Rows) -> DecodeResult:

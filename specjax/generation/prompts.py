@@ -52,7 +52,10 @@ def normalize_prompt(
         ) from None
     _check_lengths(lengths, rows, width)
     _check_tokens(tokens, lengths, config.vocab_size)
-    return jnp.asarray(tokens, jnp.int32), lengths.astype(jnp.int32)
+    if isinstance(tokens, jax.Array):
+        return tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+    # JAX would compile a conversion for every shape.
+    return jax.device_put(tokens.astype(np.int32)), lengths.astype(jnp.int32)
 
 
 def check_ids(ids: Any, name: str = "prompt") -> list[int]:
