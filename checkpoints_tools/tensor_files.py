@@ -48,7 +48,8 @@ class Tensor:
 
     def weight(self) -> jax.Array:
         """Its values as a JAX array. Raises as `read`."""
-        return jnp.asarray(self.read())
+        values: jax.Array = jax.device_put(self.read())
+        return values
 
 
 def read_headers(directory: Path) -> dict[str, Tensor]:

@@ -93,15 +93,15 @@ def bfloat12(
     most = max(found.shape[1] for _, _, found in parts)
     packed, palettes = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     escapes = np.concatenate([_filled(found, most) for _, _, found in parts])
-    arrays = jnp.asarray(packed), jnp.asarray(palettes), jnp.asarray(escapes)
-    return Bfloat12Weight(*arrays, k, -n % TILE), count
+    packed, palettes, escapes = jax.device_put((packed, palettes, escapes))
+    return Bfloat12Weight(packed, palettes, escapes, k, -n % TILE), count
 
 
 def with_room(weight: Bfloat12Weight, count: int) -> Bfloat12Weight:
     """Returns the same weight with room for `count` escapes in every tile."""
     if weight.escapes.shape[1] == count:
         return weight
-    escapes = jnp.asarray(_filled(np.asarray(weight.escapes), count))
+    escapes = jax.device_put(_filled(np.asarray(weight.escapes), count))
     return dataclasses.replace(weight, escapes=escapes)
 
 

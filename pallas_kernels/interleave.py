@@ -129,6 +129,7 @@ def _interleave(values: jax.Array, per_word: int) -> jax.Array:
     return interleaved
 
 
+@partial(jax.jit, static_argnames="per_word")
 def _by_rows(values: jax.Array, per_word: int) -> jax.Array:
     tiles, words, _ = values.shape
     rows = values.reshape(tiles, words, TILE, per_word).swapaxes(1, 2)

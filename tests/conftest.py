@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -42,7 +43,11 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are shared among all tests and kept out of the user's cache."""
+    """Compiled programs are shared among all tests and kept out of the user's cache.
+
+    Tracing makes so many objects that Python would look for garbage most of a minute.
+    """
+    gc.set_threshold(50_000)
     if hasattr(config, "workerinput"):
         return  # a worker has the folder of the process that began it
     folder = tempfile.mkdtemp(prefix="specjax-tests-")

@@ -126,11 +126,10 @@ def _layer(
     columns = {"o": queries, "down": features}
     weights = {}
     for name, shape in linear_shapes(wide).items():
-        fill = jnp.zeros(shape) if name in _WRITING else _random(shape, rng)
+        fill = np.zeros(shape, np.float32) if name in _WRITING else _random(shape, rng)
         if layer is not None:
-            values = plain_values(getattr(layer, name).weight)
             place = np.ix_(rows.get(name, stream), columns.get(name, stream))
-            fill = fill.at[place].set(values.astype(jnp.float32))
+            fill[place] = plain_values(getattr(layer, name).weight)
         weights[name] = Linear(_held(fill, wide))
     ones = jnp.ones(small.hidden_size)
     norms = (ones, ones) if layer is None else (layer.attention_norm, layer.mlp_norm)
@@ -142,11 +141,11 @@ def _embedding(
     params: Params, wide: ModelConfig, rng: np.random.Generator
 ) -> jax.Array | Bfloat16Weight:
     """The small rows, then zeros and the constant. Rows of added tokens are random otherwise."""
-    values = plain_values(params.embedding).astype(jnp.float32)
+    values = plain_values(params.embedding)
     v, d = values.shape
     table = _random((wide.vocab_size, wide.hidden_size), rng)
-    table = table.at[v:, d].set(_NEVER)
-    table = table.at[:v].set(0).at[:v, :d].set(values).at[:v, d].set(_CONSTANT)
+    table[v:, d], table[:v] = _NEVER, 0
+    table[:v, :d], table[:v, d] = values, _CONSTANT
     return _held(table, wide)
 
 
@@ -160,17 +159,19 @@ def _query_rows(small: ModelConfig, wide: ModelConfig) -> np.ndarray:
 def _norm(scale: jax.Array, wide: ModelConfig, added: float = 0.0) -> jax.Array:
     """The scale for more features: mean(x²) is smaller by small / wide. f32[D]."""
     d, width = scale.shape[0], wide.hidden_size
-    grown = jnp.zeros(width, jnp.float32).at[d].set(added)
-    return grown.at[:d].set(scale.astype(jnp.float32) * np.float32(np.sqrt(d / width)))
+    grown = np.zeros(width, np.float32)
+    grown[d] = added
+    grown[:d] = np.asarray(scale, np.float32) * np.float32(np.sqrt(d / width))
+    return jax.device_put(grown)
 
 
-def _random(shape: tuple[int, int], rng: np.random.Generator) -> jax.Array:
+def _random(shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Random weights. Rows repeat, because their values have no effect."""
     n, k = shape
     rows = min(n, 64)
     block = rng.normal(size=(rows, k)).astype(np.float32) * k**-0.5
-    return jnp.tile(jnp.asarray(block), (-(-n // rows), 1))[:n]
+    return np.tile(block, (-(-n // rows), 1))[:n]
 
 
-def _held(values: jax.Array, config: ModelConfig) -> jax.Array | Bfloat16Weight:
-    return plain_weight(values.astype(config.dtype))
+def _held(values: np.ndarray, config: ModelConfig) -> jax.Array | Bfloat16Weight:
+    return plain_weight(jax.device_put(values.astype(config.dtype)))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats import (
@@ -164,7 +163,7 @@ def build(
     """
     if order is not None:
         q = q[:, order]
-    arrays = (None if a is None else jnp.asarray(a) for a in (q, scales, zeros, order))
+    arrays = (None if a is None else jax.device_put(a) for a in (q, scales, zeros, order))
     weight: Int4Weight | Int8Weight = _build(bits, group_size, *arrays)
     return weight
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
@@ -142,5 +141,5 @@ def _write(path: Path, arrays: Mapping[str, jax.Array], description: Any) -> Non
 def _read(path: Path) -> tuple[dict[str, jax.Array], Any]:
     """Reads a file that `_write` wrote."""
     with safe_open(path, framework="numpy") as file:
-        arrays = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        arrays = {name: jax.device_put(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         return arrays, json.loads(file.metadata()["description"])

@@ -64,7 +64,7 @@ class Datastore:
         if len(places) == 0:
             raise ValueError("the corpus holds no tokens; a datastore needs some")
         suffixes = places[np.argsort(_ranks(tokens)[places], kind="stable")]
-        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), vocab_size)
+        return cls(jax.device_put(tokens), jax.device_put(suffixes), vocab_size)
 
     def save(self, target: str | Path) -> None:
         """Writes the datastore as a directory: the whole of it, or nothing."""
@@ -92,7 +92,7 @@ class Datastore:
         if len(tokens) <= ORDERED or (tokens[-ORDERED:] != vocab_size).any():
             raise ValueError(f"{folder / 'tokens.npy'} does not end as a datastore's tokens do")
         suffixes = _read_integers(folder / "suffixes.npy", len(tokens) - ORDERED - 1)
-        return cls(jnp.asarray(tokens), jnp.asarray(suffixes), vocab_size)
+        return cls(jax.device_put(tokens), jax.device_put(suffixes), vocab_size)
 
     def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Finds the places where runs of tokens occur.

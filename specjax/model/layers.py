@@ -78,7 +78,7 @@ class LayerStack:
             return tuple(self[number] for number in range(self.count)[index])
         if not -self.count <= index < self.count:
             raise IndexError(f"a layer's number must be in 0 … {self.count - 1}, got {index}")
-        layer: Layer = jax.tree.map(lambda leaf: leaf[index], self.arrays)
+        layer: Layer = _copied(self.arrays, index % self.count)
         return layer
 
     def __iter__(self) -> Iterator[Layer]:
@@ -95,6 +95,12 @@ class LayerStack:
 
         fields = (field.name for field in dataclasses.fields(Layer))
         return Layer(**{name: part(getattr(self.arrays, name)) for name in fields})
+
+
+@jax.jit  # one program, not two for every shape
+def _copied(stack: Layer, index: int) -> Layer:
+    copied: Layer = jax.tree.map(lambda leaf: leaf[index], stack)
+    return copied
 
 
 def over_layers(

@@ -60,6 +60,7 @@ def _riding(proposal: Proposal, rng: np.random.Generator) -> Proposal:
 
 def _paths(proposal: Proposal, row: int) -> list[tuple[Path, bool]]:
     """The tokens up to each node, and whether it may be accepted; parents come first."""
+    proposal = jax.device_get(proposal)
     count = int(proposal.counts[row])
     parents = range(-1, count - 1) if proposal.parents is None else proposal.parents[row].tolist()
     may = [True] * count if proposal.verifiable is None else proposal.verifiable[row].tolist()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax
+from specjax.drafting.acceptance_rates import Guess
 from specjax.drafting.auto import Costs
 from specjax.drafting.suffix_memory import _CHUNK, CONTEXTS, COUNTS
 from specjax.generation.decoding import start
@@ -29,31 +30,42 @@ PROMPTS = random_prompts((9, 5, 12, 9, 3), VOCAB)
 PROMPTS.append(PROMPTS[0])
 
 
+follow = jax.jit(specjax.SuffixMemory.follow, static_argnames="most")
+
+
+def guessed(memory: specjax.SuffixMemory, text: Sequence[int], most: int) -> Guess:
+    """What the memory proposes after a text, which is padded so that few programs are compiled."""
+    tokens = np.zeros((1, 1 << 10), np.int32)
+    tokens[0, : len(text)] = text
+    guess = jax.device_get(follow(memory, tokens, np.array([len(text)], np.int32), most=most))
+    return jax.tree.map(lambda leaf: leaf[0], guess)
+
+
 def proposed(memory: specjax.SuffixMemory, text: Sequence[int], most: int = 5) -> list[int]:
-    tokens = jnp.asarray(text, jnp.int32)[None]
-    guess = memory.follow(tokens, jnp.array([len(text)], jnp.int32), most)
-    return guess.tokens[0, : int(guess.counts[0])].tolist()
+    guess = guessed(memory, text, most)
+    return guess.tokens[: guess.counts].tolist()
 
 
 def kinds(memory: specjax.SuffixMemory, text: Sequence[int]) -> list[int]:
-    tokens = jnp.asarray(text, jnp.int32)[None]
-    guess = memory.follow(tokens, jnp.array([len(text)], jnp.int32), 5)
-    return guess.kinds[0, : int(guess.counts[0])].tolist()
+    guess = guessed(memory, text, 5)
+    return guess.kinds[: guess.counts].tolist()
 
 
 class Dictionary:
     """The same table as a dictionary of whole contexts; only the places are the memory's."""
 
     def __init__(self, memory: specjax.SuffixMemory) -> None:
-        self.address = memory._address
+        self.address = jax.jit(memory._address)
         self.held: dict[tuple[int, int], tuple[tuple[int, ...], int, int]] = {}
 
     def contexts(self, windows: list[list[int]]) -> list[list[tuple[int, int, tuple[int, ...]]]]:
         """The level, the slot and the tokens of every context that ends a window."""
-        slots = np.asarray(self.address(jnp.asarray(windows, jnp.int32))[0]).tolist()
+        padded = np.zeros((64, CONTEXTS[-1]), np.int32)  # one shape for all
+        padded[: len(windows)] = windows
+        slots = np.asarray(self.address(padded)[0]).tolist()
         return [
             [(level, own[level], tuple(window[-n:])) for level, n in enumerate(CONTEXTS)]
-            for window, own in zip(windows, slots, strict=True)
+            for window, own in zip(windows, slots, strict=False)
         ]
 
     def add(self, text: list[int]) -> None:

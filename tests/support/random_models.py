@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,6 +11,7 @@ from pallas_kernels.formats import plain_weight
 from specjax.model.config import ModelConfig
 from specjax.model.layers import Layer, Linear
 from specjax.model.params import Params, linear_shapes
+from tests.support.random_weights import rounded
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=172, num_layers=2, num_heads=4,
@@ -22,22 +24,22 @@ def random_model(config: ModelConfig = CONFIG, seed: int = 0) -> Params:
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(config.dtype)
 
-    def normal(*shape: int, scale: float) -> jnp.ndarray:
-        return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+    def normal(*shape: int, scale: float) -> jax.Array:
+        return rounded(rng.normal(size=shape) * scale, dtype)
 
     def layer() -> Layer:
         linears = {
             name: Linear(plain_weight(normal(n, k, scale=1.5 * k**-0.5)))
             for name, (n, k) in linear_shapes(config).items()
         }
-        norms = [jnp.asarray(rng.uniform(0.5, 1.5, config.hidden_size), dtype) for _ in range(2)]
+        norms = [rounded(rng.uniform(0.5, 1.5, config.hidden_size), dtype) for _ in range(2)]
         return Layer(attention_norm=norms[0], mlp_norm=norms[1], **linears)
 
     shape = (config.vocab_size, config.hidden_size)
     return Params(
         embedding=plain_weight(normal(*shape, scale=1.0)),
         layers=tuple(layer() for _ in range(config.num_layers)),
-        final_norm=jnp.ones(config.hidden_size, dtype),
+        final_norm=rounded(np.ones(config.hidden_size), dtype),
         lm_head=Linear(plain_weight(normal(*shape, scale=0.3))),
         config=config,
     )

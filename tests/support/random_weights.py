@@ -9,6 +9,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
 from pallas_kernels.formats import (
@@ -34,6 +35,11 @@ FORMATS = (
 SOME = (*FORMATS[:5], "int4-32-minima", "mxfp4", "int8-64", "nested8-64", "bfloat16")
 
 
+def rounded(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
+    """Values in `dtype`, rounded by NumPy: JAX would compile a program for every shape."""
+    return jax.device_put(values.astype(np.float32).astype(dtype))
+
+
 def random_int4(
     n: int,
     k: int,
@@ -45,9 +51,9 @@ def random_int4(
     """A weight with every integer from -8 to 7. Scales vary by a factor of eight between groups."""
     rng = np.random.default_rng([n, k])
     groups = 1 if group_size is None else -(-k // group_size)
-    scales = jnp.asarray(rng.uniform(0.005, 0.04, (n, groups)), dtype)
-    q = jnp.asarray(rng.integers(-8, 8, (n, k), dtype=np.int8))
-    points = jnp.asarray(rng.integers(-8, 8, (n, groups), dtype=np.int8)) if zeros else None
+    scales = rounded(rng.uniform(0.005, 0.04, (n, groups)), dtype)
+    q = jax.device_put(rng.integers(-8, 8, (n, k), dtype=np.int8))
+    points = jax.device_put(rng.integers(-8, 8, (n, groups), dtype=np.int8)) if zeros else None
     least = random_minima(scales, 16) if minima else None
     return int4_from_integers(q, scales, group_size, points, minima=least)
 
@@ -56,7 +62,7 @@ def random_minima(scales: jax.Array, levels: int) -> jax.Array:
     """Values of the smallest integer, from -levels · scale to scale."""
     rng = np.random.default_rng(scales.shape)
     least = rng.uniform(-levels, 1, scales.shape) * np.asarray(scales, np.float64)
-    return jnp.asarray(least, scales.dtype)
+    return rounded(least, scales.dtype)
 
 
 def with_outliers(n: int, k: int) -> Int4Weight:
@@ -64,11 +70,11 @@ def with_outliers(n: int, k: int) -> Int4Weight:
     rng = np.random.default_rng([n, k, 1])
     weight = random_int4(n, k)
     columns = jnp.asarray(np.sort(rng.choice(k, size=min(k, 20), replace=False)), jnp.int32)
-    q = jnp.asarray(rng.integers(-8, 8, (n, k), dtype=np.int8)).at[:, columns].set(0)
+    q = jax.device_put(rng.integers(-8, 8, (n, k), dtype=np.int8)).at[:, columns].set(0)
     inner = int4_from_integers(q, weight.scales[:, : -(-k // 128)])
     outer = int8_from_integers(
-        jnp.asarray(rng.integers(-127, 128, (n, columns.size), dtype=np.int8)),
-        jnp.asarray(rng.uniform(0.005, 0.02, (n, 1)), jnp.float32),
+        jax.device_put(rng.integers(-127, 128, (n, columns.size), dtype=np.int8)),
+        rounded(rng.uniform(0.005, 0.02, (n, 1)), jnp.float32),
     )
     return dataclasses.replace(inner, outliers=Outliers(columns, outer))
 
@@ -79,15 +85,15 @@ def random_weight(name: str, n: int, k: int) -> Weight:
     rng = np.random.default_rng([n, k, 2])
 
     def integers(low: int, high: int, dtype: type = np.int8) -> jax.Array:
-        return jnp.asarray(rng.integers(low, high, (n, k), dtype))
+        return jax.device_put(rng.integers(low, high, (n, k), dtype))
 
     def scales(group_size: int | None, dtype: str) -> jax.Array:
         groups = 1 if group_size is None else -(-k // group_size)
-        return jnp.asarray(rng.uniform(0.0005, 0.004, (n, groups)), dtype)
+        return rounded(rng.uniform(0.0005, 0.004, (n, groups)), dtype)
 
     def mxfp4() -> Weight:
         exponents = rng.integers(120, 125, (n, -(-k // 32)), dtype=np.uint8)
-        return mxfp4_from_codes(integers(0, 16, np.uint8), jnp.asarray(exponents))
+        return mxfp4_from_codes(integers(0, 16, np.uint8), jax.device_put(exponents))
 
     def int8(group_size: int | None, dtype: str = "float32", minima: bool = False) -> Weight:
         each = scales(group_size, dtype)
@@ -99,7 +105,7 @@ def random_weight(name: str, n: int, k: int) -> Weight:
         return nested_int8_from_integers(sixteenths, scales(group_size, dtype), group_size)
 
     def values(dtype: str) -> jax.Array:
-        return jnp.asarray(rng.normal(size=(n, k)) * 0.05, dtype)
+        return rounded(rng.normal(size=(n, k)) * 0.05, dtype)
 
     make: dict[str, Callable[[], Weight]] = {
         "int4-32": lambda: random_int4(n, k, 32, "float16"),
@@ -136,7 +142,7 @@ def random_bits(n: int, k: int, escapes: float = 0.003) -> np.ndarray:
     rng = np.random.default_rng([n, k, 3])
     values = rng.normal(size=(n, k)) * 0.05
     values *= rng.choice([1, 0, 1e-6], (n, k), p=[1 - escapes, escapes / 2, escapes / 2])
-    return np.asarray(jnp.asarray(values, jnp.bfloat16)).view(np.uint16)
+    return np.asarray(rounded(values, jnp.bfloat16)).view(np.uint16)
 
 
 def random_bfloat12(n: int, k: int) -> Bfloat12Weight:
@@ -149,4 +155,4 @@ def random_bfloat12(n: int, k: int) -> Bfloat12Weight:
 def random_rows(m: int, k: int, dtype: str = "bfloat16") -> jax.Array:
     """Rows of different magnitudes: [M, K]."""
     rng = np.random.default_rng([m, k])
-    return jnp.asarray(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), dtype)
+    return rounded(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), dtype)
