@@ -183,6 +183,8 @@ def _cut(result: DecodeResult, width: int, new: int) -> DecodeResult:
 
 def _first(count: int, values: jax.Array) -> jax.Array:
     """The first places of every row. NumPy takes them: JAX would compile a program per count."""
+    if isinstance(values, jax.core.Tracer):
+        return values[:, :count]
     first: jax.Array = jax.device_put(np.asarray(values)[:, :count], values.sharding)
     return first
 
