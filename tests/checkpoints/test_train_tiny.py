@@ -114,6 +114,7 @@ def test_the_export_reads_back(whole: Path) -> None:
     assert not tensors
 
 
+@pytest.mark.exhaustive
 def test_the_tokenizer_keeps_every_byte_and_single_digits(whole: Path) -> None:
     tokenizer = Tokenizer.from_file(str(whole / "hf" / "tokenizer.json"))
     text = " naïve\r\n\t\t12345 — 猫🙂 \x00 end  "

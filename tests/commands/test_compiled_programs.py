@@ -71,7 +71,7 @@ def test_the_second_process_finds_them(tmp_path: Path) -> None:
     assert list((tmp_path / "specjax" / "compiled").iterdir())
 
 
-@pytest.mark.parametrize("drafter", [left_out("Autoregressive()"), "specjax.Auto()"])
+@pytest.mark.parametrize("drafter", ["Autoregressive()", left_out("specjax.Auto()")])
 def test_the_second_process_traces_nothing(drafter: str, tmp_path: Path) -> None:
     program = TRACES.format(drafter=drafter)
     first, second = (_printed(program, tmp_path) for _ in range(2))

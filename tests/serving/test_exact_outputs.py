@@ -52,11 +52,20 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(params, tokenizer) -> list[Case]:
+    return cases_of(SAMPLINGS[::2], params, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def all_cases(cases, params, tokenizer) -> list[Case]:
+    return cases + cases_of(SAMPLINGS[1::2], params, tokenizer)
+
+
+def cases_of(samplings: list[dict[str, Any]], params: Any, tokenizer: Any) -> list[Case]:
     """One row: every text is decoded by itself, without drafts."""
     seeds = [7919 * number for number in range(len(TEXTS))]
     keys = jax.numpy.stack([jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds])
     made = []
-    for fields in SAMPLINGS:
+    for fields in samplings:
         sampling = sampling_of(fields)
         drawn = {} if sampling is None else {"sampling": sampling, "key": keys}
         alone = specjax.generate(
@@ -101,13 +110,13 @@ def test_a_crowd_gets_what_each_would_get_alone(live, client, cases) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_thousand_short_responses(live, client, cases) -> None:
-    assert run_crowd(live, client, cases, 1000) == []
+def test_a_thousand_short_responses(live, client, all_cases) -> None:
+    assert run_crowd(live, client, all_cases, 1000) == []
     wait_until_free(live)
 
 
 @pytest.mark.exhaustive
-def test_no_request_compiles_anything(live, client, cases) -> None:
+def test_no_request_compiles_anything(live, client, all_cases) -> None:
     compiled: list[str] = []
 
     def hear(event: str, *_: Any, **__: Any) -> None:
@@ -115,7 +124,7 @@ def test_no_request_compiles_anything(live, client, cases) -> None:
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(hear)
-    for case in cases:
+    for case in all_cases:
         case.ask(client)
     client.completions.create(
         model="tiny", prompt=list(range(5, 200)), max_tokens=9, logprobs=2, n=3, stop=[" the", "a"],

@@ -131,6 +131,7 @@ def test_hostile_grammars_get_one_clear_sentence(live, change, message) -> None:
     assert message in answer.json()["error"]["message"]
 
 
+@pytest.mark.exhaustive
 def test_deep_and_greedy_schemas_end(live) -> None:
     """Each is refused or answered, and the server goes on."""
     for schema in (
