@@ -6,6 +6,9 @@ with `specjax.generate` for that request alone: without drafts, where a server t
 draws tokens. Rows in use and open files are counted before and after, and memory after each
 quarter. Twelve families with 834 whole responses each are 10,008.
 
+A file is written after every family. The same command on the same commit goes on where it was
+stopped.
+
     python -m benchmarks.exactness.serving --model tiny --responses 834 --json OUT
 """
 
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 import specjax
-from benchmarks.support.common import parser, table, text_prompts, write
+from benchmarks.support.common import kept_rows, parser, table, text_prompts, write
 from benchmarks.support.served import Heard, Served, clients, hear, served
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.options import load_target
@@ -56,13 +59,13 @@ class Case(NamedTuple):
 def main() -> int:
     options = _options()
     texts = [text for kind in KINDS for text in text_prompts(options.data, kind, options.prompts)]
-    rows = []
+    rows = kept_rows(options.json)
+    done = {row["drafter"] for row in rows}
     for name, flags in FAMILIES.items():
-        if options.only in (None, name):
+        if options.only in (None, name) and name not in done:
             rows.append({"model": options.model, "drafter": name} | _family(flags, texts, options))
-            print(rows[-1], flush=True)
+            write(options.json, rows)
     print(table(rows, list(rows[0])))
-    write(options.json, rows)
     return int(any(row["differing"] or row["rows_left"] for row in rows))
 
 
