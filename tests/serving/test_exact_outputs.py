@@ -131,7 +131,7 @@ def test_no_request_compiles_anything(live, client, all_cases) -> None:
         extra_body={"stop_token_ids": [9]},
     )  # fmt: skip
     client.completions.create(model="tiny", prompt="A", max_tokens=150, temperature=0, echo=True)
-    with cases[1].ask(client, stream=True) as stream:
+    with all_cases[1].ask(client, stream=True) as stream:
         next(iter(stream))
     wait_until_free(live)
     assert compiled == []
