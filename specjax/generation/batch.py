@@ -359,7 +359,7 @@ def _check_prompts(
         try:
             tokens, _ = normalize_prompt(np.array(check_ids(prompt)), None, params.config)
             request.slots(params.config, tokens.shape[1])
-            accepted[index] = np.asarray(tokens[0])
+            accepted[index] = np.asarray(tokens)[0]
         except ValueError as error:
             refused[index] = refusal(str(error))
     return accepted, refused

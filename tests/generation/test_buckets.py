@@ -50,14 +50,17 @@ def test_fifty_lengths_are_five_programs(
     assert compiled() == len({16, 24, 32, 48, 64})
 
 
-def test_another_length_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("door", [specjax.decode, specjax.decode_many])
+def test_another_length_compiles_nothing(
+    door: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither the loop nor the smallest program: each would take longer than some tokens."""
 
     def compiled_by(lengths: tuple[int, ...], new: int) -> list[str]:
         caplog.clear()
         with jax.log_compiles():
             prompts = random_prompts(lengths, CONFIG.vocab_size)
-            specjax.decode(PARAMS, prompts, max_new_tokens=new, logprobs=1, **PLAIN)
+            door(PARAMS, prompts, max_new_tokens=new, logprobs=1, **PLAIN)
         return [line for line in caplog.messages if line.startswith("Compiling")]
 
     assert compiled_by((17, 20), 2)
