@@ -45,7 +45,7 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled programs are shared among all tests and kept out of the user's cache.
 
-    Tracing makes so many objects that Python would look for garbage most of a minute.
+    Python looks for garbage less often: tracing makes many objects, and few of them are garbage.
     """
     gc.set_threshold(50_000)
     if hasattr(config, "workerinput"):

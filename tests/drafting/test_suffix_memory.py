@@ -34,7 +34,7 @@ follow = jax.jit(specjax.SuffixMemory.follow, static_argnames="most")
 
 
 def guessed(memory: specjax.SuffixMemory, text: Sequence[int], most: int) -> Guess:
-    """What the memory proposes after a text, which is padded so that few programs are compiled."""
+    """Follows a text, which is padded so that few programs are compiled."""
     tokens = np.zeros((1, 1 << 10), np.int32)
     tokens[0, : len(text)] = text
     guess = jax.device_get(follow(memory, tokens, np.array([len(text)], np.int32), most=most))
@@ -62,10 +62,10 @@ class Dictionary:
         """The level, the slot and the tokens of every context that ends a window."""
         padded = np.zeros((64, CONTEXTS[-1]), np.int32)  # one shape for all
         padded[: len(windows)] = windows
-        slots = np.asarray(self.address(padded)[0]).tolist()
+        slots = np.asarray(self.address(padded)[0])[: len(windows)].tolist()
         return [
             [(level, own[level], tuple(window[-n:])) for level, n in enumerate(CONTEXTS)]
-            for window, own in zip(windows, slots, strict=False)
+            for window, own in zip(windows, slots, strict=True)
         ]
 
     def add(self, text: list[int]) -> None:
