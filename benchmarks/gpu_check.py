@@ -9,9 +9,12 @@
    (`benchmarks/kernels/products.py`), until the time is up.
 
     python -m benchmarks.gpu_check [--seed N] [--json OUT]
+    python -m benchmarks.gpu_check --parts attention decoding
 
-The result is benchmarks/results/<device>/gpu_check.json. The exit status is 1 if a check fails or
-the machine has no GPU. `--implementation cpu` (or reference) runs the same checks without a GPU.
+A case that raises has failed, and the others go on. With `--parts`, several processes can share the
+work of compiling. The result is benchmarks/results/<device>/gpu_check.json. The exit status is 1 if
+a check fails or the machine has no GPU. `--implementation cpu` (or reference) runs the same checks
+without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
@@ -34,27 +37,32 @@ import specjax
 from benchmarks.exactness import attention_check
 from benchmarks.kernels.products import LAYERS, kernels, measurements
 from benchmarks.kernels.rates import device_name
+from benchmarks.support.checks import tried
 from benchmarks.support.common import ROOT, parser, table, write
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.activations import ACTIVATIONS, quantize_activations, split_activations
 from pallas_kernels.formats import (
     GROUP_SIZES,
+    PLANE,
+    Bfloat16Weight,
     Int4Weight,
+    Int8Weight,
     Quantized,
+    has_cheap_reading,
     int4_from_integers,
     int8_from_integers,
     mxfp4_from_codes,
     padded_inputs,
 )
 from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
-from pallas_kernels.operands import multiplicands
 from pallas_kernels.weight_values import dequantize
 
-SECONDS = 540  # measurements after this are skipped
+PARTS = ("products", "attention", "decoding", "speed")
+SECONDS = 400  # of measuring; the checks before take one to two minutes
 SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
 ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
 SCALES = dict(zip(GROUP_SIZES, ("float16", "float32", "bfloat16", "bfloat16"), strict=True))
-Weights = dict[str, Quantized]
+Weights = dict[str, Quantized | Bfloat16Weight]
 Lines = list[dict[str, Any]]
 
 
@@ -64,19 +72,18 @@ def main() -> int:
     if not implementations:
         print(f"no GPU found: JAX sees {jax.devices()}; try --implementation")
         return 1
-    end = time.monotonic() + SECONDS
     print(f"{device_name()}, {', '.join(implementations)}, --seed {options.seed}", flush=True)
-    lines = _report(numerics(implementations, options.seed))
-    lines += _report(attention_check.numerics(implementations, options.seed))
-    lines += _report(exactness(options.seed))
+    checks: dict[str, Callable[[], Lines]] = {
+        "products": lambda: numerics(implementations, options.seed),
+        "attention": lambda: attention_check.numerics(implementations, options.seed),
+        "decoding": lambda: exactness(options.seed),
+    }
+    lines = [
+        line for part, run in checks.items() if part in options.parts for line in _report(run())
+    ]
     failed = sum(not line["passed"] for line in lines)
-    lines += attention_check.speed(implementations)
-    shapes = LAYERS[options.model]
-    for line in measurements(shapes, options.kernels, options.rows, beside=not options.no_peers):
-        lines.append({"check": "speed"} | line)
-        if time.monotonic() > end:
-            print(f"{SECONDS} seconds are over: the remaining measurements are skipped")
-            break
+    if "speed" in options.parts:
+        lines += speed(implementations, options)
     name = re.sub(r"\W+", "_", device_name()).lower()
     path = options.json or ROOT / "benchmarks" / "results" / name / "gpu_check.json"
     try:
@@ -91,7 +98,20 @@ def _report(lines: Lines) -> Lines:
     failed = [line for line in lines if not line["passed"]]
     print(f"{lines[0]['check']}: {len(lines)} cases, {len(failed)} failed", flush=True)
     if failed:
-        print(table(failed, list(failed[0])), flush=True)
+        print(table(failed, list(dict.fromkeys(name for line in failed for name in line))))
+    return lines
+
+
+def speed(implementations: list[str], options: Any) -> Lines:
+    """Times attention and then the layers, until the time is up."""
+    end = time.monotonic() + options.seconds
+    lines = attention_check.speed(implementations)
+    shapes = LAYERS[options.model]
+    for line in measurements(shapes, options.kernels, options.rows, beside=not options.no_peers):
+        lines.append({"check": "speed"} | line)
+        if time.monotonic() > end:
+            print(f"{options.seconds} seconds are over: the remaining measurements are skipped")
+            break
     return lines
 
 
@@ -104,6 +124,8 @@ def _options() -> Any:
     add("--rows", nargs="+", type=int, default=[1, 16, 64, 128])
     add("--kernels", nargs="+", choices=kernels(), default=["w4a16", "w4a8", "mxfp4a8", "w16a16"])
     add("--no-peers", action="store_true", help="only our own kernels")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    add("--seconds", type=int, default=SECONDS, help="no speed is measured after these")
     return parse.parse_args()
 
 
@@ -127,14 +149,15 @@ def numerics(implementations: list[str], seed: int) -> Lines:
         for (name, weight), implementation in product(
             random_weights(rng, n, k).items(), implementations
         ):
+            readings = ACTIVATIONS if has_cheap_reading(weight) else ("a16",)
             if implementation != "mosaic_gpu" or mosaic_gpu.supports(weight):
-                cases += [(implementation, name, weight, each, x) for each in ACTIVATIONS]
+                cases += [(implementation, name, weight, each, x) for each in readings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time
         return list(pool.map(lambda case: _check_product(*case), cases))
 
 
 def random_weights(rng: np.random.Generator, n: int, k: int) -> Weights:
-    """A weight (n, k) of every format, group size and type of scale."""
+    """A weight (n, k) of every format with a kernel, group size and type of scale."""
 
     def integers(low: int, high: int, *shape: int) -> jax.Array:
         return jnp.asarray(rng.integers(low, high, shape), jnp.int8)
@@ -155,11 +178,13 @@ def random_weights(rng: np.random.Generator, n: int, k: int) -> Weights:
     weights["mxfp4"] = mxfp4_from_codes(
         jnp.asarray(rng.integers(0, 16, (n, k)), jnp.uint8), exponents
     )
+    values = jnp.asarray(rng.normal(size=(n, k)), jnp.bfloat16)
+    weights["bfloat16"] = Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
     return weights
 
 
 def _check_product(
-    implementation: str, name: str, weight: Quantized, activation: str, x: jax.Array
+    implementation: str, name: str, weight: Any, activation: str, x: jax.Array
 ) -> dict[str, Any]:
     """Compares a product with float64, and its rows bit for bit between different numbers of rows.
 
@@ -171,29 +196,44 @@ def _check_product(
     def run(x: jax.Array) -> np.ndarray:
         return np.asarray(matmul(x, weight, activation, implementation=implementation))
 
-    values, w = _represented(x, weight, activation), np.asarray(dequantize(weight), np.float64)
-    magnitude = np.abs(w)
-    if isinstance(weight, Int4Weight) and weight.zeros is not None:
-        magnitude = magnitude + 16 * float(weight.scales.max())
-    y = run(x)
-    error = np.abs(y - values @ w.T) / (np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30)
-    differ = [m for m in ROWS if (run(x[:m]).view(np.int32) != y[:m].view(np.int32)).any()]
-    if (run(x[::-1])[::-1].view(np.int32) != y.view(np.int32)).any():
-        differ.append("reversed")
-    worst = float(error.max())  # a NaN is not within the bound
+    def check() -> dict[str, Any]:
+        split = implementation in ("cpu", "reference") and isinstance(weight, Int8Weight)
+        values = _represented(x, weight, activation, split)
+        w = np.asarray(dequantize(weight), np.float64)
+        magnitude = np.abs(w)
+        if isinstance(weight, Int4Weight) and weight.zeros is not None:
+            magnitude = magnitude + 16 * float(weight.scales.max())
+        y = run(x)
+        error = np.abs(y - values @ w.T) / (np.abs(values) @ magnitude.T * 2.0**-19 + 1e-30)
+        differ = [m for m in ROWS if (run(x[:m]).view(np.int32) != y[:m].view(np.int32)).any()]
+        if (run(x[::-1])[::-1].view(np.int32) != y.view(np.int32)).any():
+            differ.append("reversed")
+        worst = float(error.max())  # a NaN is not within the bound
+        passed = worst <= 1 and not differ
+        return {"error_of_bound": worst, "rows_that_differ": differ, "passed": passed}
+
     return {
         "check": "numerics", "implementation": implementation, "weight": name,
-        "n": weight.shape[0], "k": weight.shape[1], "activation": activation,
-        "error_of_bound": worst, "rows_that_differ": differ,
-        "passed": worst <= 1 and not differ,
+        "n": weight.shape[0], "k": weight.shape[1], "activation": activation, **tried(check),
     }  # fmt: skip
 
 
-def _represented(x: jax.Array, weight: Quantized, activation: str) -> np.ndarray:
-    """The values of the quantized activations, f64[M, K]."""
+def _represented(x: jax.Array, weight: Any, activation: str, split: bool) -> np.ndarray:
+    """The values of the activations as a product reads them, f64[M, K].
+
+    split: "a16" rounds them to integers of 16 bits (`activations.split_activations`).
+    """
+    if activation == "a16" and not split:
+        return np.asarray(x, np.float64)
     m, k = x.shape
-    x = jnp.pad(x, ((0, 0), (0, padded_inputs(k) - k)))
-    q, scales = jax.jit(multiplicands, static_argnums=(1, 2))(x, weight.group_size, activation)
+    x = jnp.pad(x, ((0, 0), (0, padded_inputs(k) - k))).astype(jnp.float32)
+    if activation == "a16":
+        high, low, scales = split_activations(x, weight.group_size or PLANE)
+        q = 256 * np.asarray(high, np.float64) + np.asarray(low)
+    else:
+        q, scales = jax.jit(quantize_activations, static_argnums=(1, 2))(
+            x, activation, weight.group_size
+        )
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
 
@@ -221,13 +261,18 @@ def exactness(seed: int) -> Lines:
 
 def _compare(plain: np.ndarray, run: Any) -> Iterator[dict[str, Any]]:
     for activation, length in product(("a8", "a4"), (1, 3, 7)):
-        result = run(specjax.QSpec(draft_length=length, activation=activation))
-        identical = int((np.asarray(result.tokens) == plain).all(axis=1).sum())
+
+        def check(activation: Any = activation, length: int = length) -> dict[str, Any]:
+            result = run(specjax.QSpec(draft_length=length, activation=activation))
+            identical = int((np.asarray(result.tokens) == plain).all(axis=1).sum())
+            return {
+                "identical": identical, "acceptance_rate": float(result.stats.acceptance_rate),
+                "passed": identical == len(plain),
+            }  # fmt: skip
+
         yield {
             "check": "exactness", "model": "tiny", "activation": activation,
-            "draft_length": length, "outputs": len(plain), "identical": identical,
-            "acceptance_rate": float(result.stats.acceptance_rate),
-            "passed": identical == len(plain),
+            "draft_length": length, "outputs": len(plain), **tried(check),
         }  # fmt: skip
 
 

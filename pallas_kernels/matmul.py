@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import cpu, reference
 from pallas_kernels.activations import Activation, check_activation, clip_activations
 from pallas_kernels.formats import (
+    Bfloat16Weight,
     Int4Weight,
     Int8Weight,
     Outliers,
@@ -187,7 +188,7 @@ def _clip(weight: Weight, activation: Activation) -> float:
     return weight.activation_clip if isinstance(weight, Int4Weight) and activation == "a4" else 1.0
 
 
-def _gpu_matmul(x: jax.Array, weight: Quantized, activation: Activation) -> jax.Array:
+def _gpu_matmul(x: jax.Array, weight: Any, activation: Activation) -> jax.Array:
     """Calls the Hopper kernel if it serves this device and shape, else the one for all GPUs."""
     from pallas_kernels import mosaic_gpu, triton_gpu
 
@@ -203,12 +204,21 @@ def _has_accelerator_kernel(weight: Weight) -> bool:
     )
 
 
+def _has_gpu_kernel(weight: Weight, x: jax.Array) -> bool:
+    """Whether GPUs have a kernel for the weight and this x."""
+    if isinstance(weight, Bfloat16Weight):
+        return bool(x.dtype == jnp.bfloat16)
+    return _has_accelerator_kernel(weight)
+
+
 def _by_platform(
     x: jax.Array, weights: tuple[Matrix, ...], *, activation: Activation
 ) -> tuple[jax.Array, ...]:
     kernels: dict[str, Kernel] = {"cpu": cpu.matmul} if cpu.available() else {}
+    if all(_has_gpu_kernel(form(weight), x) for weight in weights):
+        kernels["cuda"] = _one_by_one(_gpu_matmul)
     if all(_has_accelerator_kernel(form(weight)) for weight in weights):
-        kernels |= {"cuda": _one_by_one(_gpu_matmul), "tpu": IMPLEMENTATIONS["mosaic_tpu"]}
+        kernels["tpu"] = IMPLEMENTATIONS["mosaic_tpu"]
     products: tuple[jax.Array, ...] = by_platform(
         x,
         weights,

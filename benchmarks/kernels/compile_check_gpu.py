@@ -35,7 +35,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from pallas_kernels import mosaic_gpu, triton_gpu
 from pallas_kernels.cache_entries import empty_entries
-from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight, Quantized
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight
 from pallas_kernels.mosaic_gpu.quantized_matmul import make_plan
 
 LAYERS = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))  # K, N
@@ -104,13 +104,17 @@ def checks(device: jax.Device) -> Iterator[Compiled]:
     for name in (*FORMATS, "int8 g128", "int8 None"):
         for activation in ACTIVATIONS:
             yield check_matmul(device, name, activation, 16, *LAYERS[0])
+    for m in ROWS:
+        yield check_matmul(device, "bfloat16", "a16", m, *LAYERS[0])
     for heads, kv_heads, e, bits in ATTENTION:
         for t, masked, window in TOKENS:
             yield check_attention(device, t, heads, kv_heads, e, bits, masked, window)
 
 
-def weight_shapes(name: str, n: int, k: int) -> Quantized:
+def weight_shapes(name: str, n: int, k: int) -> Any:
     """A weight of the named format with shapes for arrays. K is a multiple of 256."""
+    if name == "bfloat16":
+        return Bfloat16Weight(jax.ShapeDtypeStruct((n, k), jnp.uint16))
     packed = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8)
     kind, *rest = name.split()
     if kind == "mxfp4":
@@ -142,7 +146,8 @@ def check_matmul(
     """Compiles the matrix kernel for all GPUs (Triton)."""
     weight, x = weight_shapes(name, n, k), jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     lowered = _lower(device, partial(triton_gpu.matmul, activation=activation), x, weight)
-    return _compiled(f"{name} {activation}", f"any M K {k} N {n}", *_triton(lowered))
+    rows = f"M {m}" if name == "bfloat16" else "any M"
+    return _compiled(f"{name} {activation}", f"{rows} K {k} N {n}", *_triton(lowered))
 
 
 def check_attention(

@@ -163,7 +163,7 @@ def served_by(weight: Weight) -> str:
     """The kernels that `matmul` chooses for a weight here; on a CPU, the instruction set."""
     if jax.default_backend() == "cpu":
         return cpu.native.instruction_sets()[0]
-    if not isinstance(weight, Quantized):
+    if not isinstance(weight, Quantized | Bfloat16Weight):
         return "reference"
     hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
     return "mosaic_gpu" if hopper else "triton_gpu"

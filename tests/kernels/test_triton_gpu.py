@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, triton_gpu
+from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.matmul import matmul
+from pallas_kernels.triton_gpu import bfloat16_matmul
 from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight
 from tests.support.compiled import dequantize
 
@@ -51,3 +55,45 @@ def test_wrong_zeros_are_refused() -> None:
     wrong = dataclasses.replace(weight, zeros=jnp.zeros((96, 1), jnp.int8))
     with pytest.raises(ValueError, match=r"zeros must be int8\[96, 2\], got int8\[96, 1\]"):
         triton_gpu.matmul(x, wrong)
+
+
+def random_bfloat16(n: int, k: int) -> Bfloat16Weight:
+    values = jnp.asarray(np.random.default_rng(n + k).normal(size=(n, k)), jnp.bfloat16)
+    return Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 300), (64, 1536), (20, 64)])
+def test_bfloat16_products_and_their_rows(n: int, k: int) -> None:
+    # The second matrix has three segments: added by XLA for few rows, by the kernel for many.
+    # |kernel − exact| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|; a misplaced input costs 2^-8 or more.
+    x, weight = random_rows(130, k), random_bfloat16(n, k)
+    call = jax.jit(lambda x: triton_gpu.matmul(x, weight, interpret=True))
+    y, wide = np.asarray(call(x)), np.asarray(x, np.float64)
+    w = np.asarray(dequantize(weight), np.float64)
+    assert y.shape == (130, n)
+    assert np.all(np.abs(y - wide @ w.T) <= np.abs(wide) @ np.abs(w).T * 2.0**-20)
+
+
+def test_many_rows_add_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The kernel with whole sums, and with one segment per program, on the same rows.
+    x, weight = random_rows(16, 1536), random_bfloat16(64, 1536)
+    assert bfloat16_matmul.steps_per_segment(1, 12) == 4
+
+    def product() -> np.ndarray:
+        return np.asarray(jax.jit(partial(triton_gpu.matmul, interpret=True))(x, weight))
+
+    apart = product()
+    monkeypatch.setattr(bfloat16_matmul, "PROGRAMS", 0)
+    monkeypatch.setattr(bfloat16_matmul, "steps_per_segment", lambda columns, steps: 4)
+    np.testing.assert_array_equal(product(), apart)
+
+
+def test_bfloat16_lowers_behind_the_door() -> None:
+    # A GPU multiplies bfloat16 x by its own kernel, and float32 x by the reference.
+    weight = random_bfloat16(96, 512)
+    x = random_rows(17, 512)
+    kernel = "custom_call @__gpu$xla.gpu.triton"
+    assert lowered(matmul, x, weight).count(kernel) == 1
+    assert lowered(matmul, x.astype(jnp.float32), weight).count(kernel) == 0
+    with pytest.raises(ValueError, match="bfloat16 x"):
+        triton_gpu.matmul(x.astype(jnp.float32), weight)
