@@ -24,7 +24,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
@@ -256,13 +256,11 @@ def exactness(seed: int) -> Lines:
         )
 
     plain = np.asarray(run(specjax.Autoregressive()).tokens)
-    return list(_compare(plain, run))
 
+    def compared(case: tuple[Any, int]) -> dict[str, Any]:
+        activation, length = case
 
-def _compare(plain: np.ndarray, run: Any) -> Iterator[dict[str, Any]]:
-    for activation, length in product(("a8", "a4"), (1, 3, 7)):
-
-        def check(activation: Any = activation, length: int = length) -> dict[str, Any]:
+        def check() -> dict[str, Any]:
             result = run(specjax.QSpec(draft_length=length, activation=activation))
             identical = int((np.asarray(result.tokens) == plain).all(axis=1).sum())
             return {
@@ -270,10 +268,13 @@ def _compare(plain: np.ndarray, run: Any) -> Iterator[dict[str, Any]]:
                 "passed": identical == len(plain),
             }  # fmt: skip
 
-        yield {
+        return {
             "check": "exactness", "model": "tiny", "activation": activation,
             "draft_length": length, "outputs": len(plain), **tried(check),
         }  # fmt: skip
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time
+        return list(pool.map(compared, product(("a8", "a4"), (1, 3, 7))))
 
 
 if __name__ == "__main__":

@@ -188,13 +188,21 @@ def _clip(weight: Weight, activation: Activation) -> float:
     return weight.activation_clip if isinstance(weight, Int4Weight) and activation == "a4" else 1.0
 
 
-def _gpu_matmul(x: jax.Array, weight: Any, activation: Activation) -> jax.Array:
+def _gpu_matmul(
+    x: jax.Array, weights: tuple[Any, ...], *, activation: Activation
+) -> tuple[jax.Array, ...]:
     """Calls the Hopper kernel if it serves this device and shape, else the one for all GPUs."""
     from pallas_kernels import mosaic_gpu, triton_gpu
 
-    hopper = mosaic_gpu.is_hopper() and mosaic_gpu.supports(weight)
-    matmul = mosaic_gpu.matmul if hopper else triton_gpu.matmul
-    return matmul(x, weight, activation)
+    hopper = mosaic_gpu.is_hopper()
+
+    def product(weight: Any) -> jax.Array:
+        if getattr(form(weight), "out_features", None) is not None:  # interleaved for a CPU
+            weight = by_rows(taken(weight))
+        matmul = mosaic_gpu.matmul if hopper and mosaic_gpu.supports(weight) else triton_gpu.matmul
+        return matmul(x, weight, activation)
+
+    return tuple(map(product, weights))
 
 
 def _has_accelerator_kernel(weight: Weight) -> bool:
@@ -216,7 +224,7 @@ def _by_platform(
 ) -> tuple[jax.Array, ...]:
     kernels: dict[str, Kernel] = {"cpu": cpu.matmul} if cpu.available() else {}
     if all(_has_gpu_kernel(form(weight), x) for weight in weights):
-        kernels["cuda"] = _one_by_one(_gpu_matmul)
+        kernels["cuda"] = _gpu_matmul
     if all(_has_accelerator_kernel(form(weight)) for weight in weights):
         kernels["tpu"] = IMPLEMENTATIONS["mosaic_tpu"]
     products: tuple[jax.Array, ...] = by_platform(

@@ -8,8 +8,10 @@ stack and the number, and the kernel finds the matrix in its place.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.formats import Weight
 
@@ -29,7 +31,7 @@ class Stacked:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K) of one matrix."""
-        n, k = jax.eval_shape(Stacked.taken, self).shape
+        n, k = taken_shapes(self).shape
         return n, k
 
     def taken(self) -> Weight:
@@ -46,3 +48,15 @@ def form(weight: Weight | Stacked) -> Weight:
 def taken(weight: Weight | Stacked) -> Weight:
     """Returns a weight that is not in a stack: of a stack, a copy of its matrix."""
     return weight.taken() if isinstance(weight, Stacked) else weight
+
+
+def taken_shapes(weight: Weight | Stacked) -> Any:
+    """Returns `taken` without a copy: of a stack, a matrix with shapes for arrays."""
+    return jax.eval_shape(Stacked.taken, weight) if isinstance(weight, Stacked) else weight
+
+
+def in_stack(weight: Weight | Stacked) -> Stacked:
+    """Returns the weight as one of a stack: alone, it is a stack of one."""
+    if isinstance(weight, Stacked):
+        return weight
+    return Stacked(jax.tree.map(lambda leaf: leaf[None], weight), jnp.int32(0))

@@ -56,9 +56,9 @@ def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
     Args:
       plan: how the kernel runs.
       *operands: the arrays that `plan.operands` names, in its order. x: int8 or bf16[M, K]; packed:
-        uint8[N, K / 2]; scales: [N, blocks · groups]; zeros: int8[N, blocks · groups or 1];
-        x_groups: f32[blocks, x_rows, M], the scales of x by group, then its sums by group if the
-        weight has zeros.
+        uint8[L, N, K / 2]; scales: [L, N, blocks · groups]; zeros: int8[L, N, blocks · groups or
+        1]; x_groups: f32[blocks, x_rows, M], the scales of x by group, then its sums by group if
+        the weight has zeros; index: int32[1], which of L matrices to read.
       interpret: Pallas's parameters for interpret mode, or None.
 
     Returns:
@@ -106,6 +106,7 @@ def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
     """One block of the grid. Its last warpgroup copies; the others compute."""
     memory = SimpleNamespace(**dict(zip((*plan.operands, "out"), refs, strict=True)), **scratch)
+    memory.index = memory.index[0]
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == plan.warpgroups)
@@ -187,7 +188,7 @@ def _copy_segment(
             plgpu.barrier_wait(memory.empty.at[slot])
 
         full = memory.full.at[slot]
-        packed = memory.packed.at[outputs, pl.ds(block * PLANE, PLANE)]
+        packed = memory.packed.at[memory.index, outputs, pl.ds(block * PLANE, PLANE)]
         plgpu.copy_gmem_to_smem(packed, memory.packed_ring.at[slot], full)
         x = memory.x.at[rows, pl.ds(block * BLOCK, BLOCK)]
         plgpu.copy_gmem_to_smem(x, memory.x_ring.at[slot], full)
@@ -246,8 +247,8 @@ def _of_outputs(
     """Loads the weight's scales and zeros of a block: f32[64] each. The lists may be empty."""
 
     def column(ref: jax.Ref, group: int) -> jax.Array:
-        at = block * plan.groups + group if ref.shape[1] > 1 else 0
-        return _load(ref.at[outputs, at], _PER_OUTPUT)
+        at = block * plan.groups + group if ref.shape[2] > 1 else 0
+        return _load(ref.at[memory.index, outputs, at], _PER_OUTPUT)
 
     scales, zeros = [], []
     if plan.scaled:
@@ -255,7 +256,7 @@ def _of_outputs(
         decode = _exponents if plan.exponents else lambda x: x.astype(jnp.float32)
         scales = [decode(x) / plan.decoder.factor for x in columns]
     if plan.zeros:
-        groups = plan.groups if memory.zeros.shape[1] > 1 else 1
+        groups = plan.groups if memory.zeros.shape[2] > 1 else 1
         zeros = [column(memory.zeros, group).astype(jnp.float32) for group in range(groups)]
     return scales, zeros
 

@@ -24,7 +24,7 @@ Not implemented: tuned tiles, a prepacked layout, multicast of x within a cluste
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from pallas_kernels.mosaic_gpu import words
 from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
 from pallas_kernels.operands import check, group_parts, multiplicands
+from pallas_kernels.stacks import Stacked, form, in_stack, taken_shapes
 
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x per work item; the smallest that fits is taken
 COLUMN_TILES = (128, 64)  # outputs per work item; the largest that divides N is taken
@@ -51,19 +52,24 @@ _DECODERS = {
 
 def supports(weight: Any) -> bool:
     """Whether `matmul` serves this weight: 4 bits, no minima, a multiple of 64 outputs."""
-    if not isinstance(weight, Int4Weight | Mxfp4Weight) or "minima" in group_parts(weight):
+    held = form(weight)
+    if not isinstance(held, Int4Weight | Mxfp4Weight) or "minima" in group_parts(held):
         return False
-    return weight.shape[0] % COLUMN_TILES[-1] == 0
+    return bool(weight.shape[0] % COLUMN_TILES[-1] == 0)
 
 
 def matmul(
-    x: jax.Array, weight: Quantized, activation: Activation = "a16", *, interpret: bool = False
+    x: jax.Array,
+    weight: Quantized | Stacked,
+    activation: Activation = "a16",
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """Computes x · weightᵀ.
 
     Args:
       x: bf16 or f32[M, K].
-      weight: [N, K].
+      weight: [N, K], alone or in a stack.
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
       interpret: simulates the kernel on the CPU, with its memory, threads and barriers (jax 0.11).
 
@@ -73,28 +79,31 @@ def matmul(
     Raises:
       ValueError: the kernel does not serve the weight, a shape or a dtype.
     """
-    check(x, weight, activation)
-    if not isinstance(weight, Int4Weight | Mxfp4Weight) or not supports(weight):
+    check(x, taken_shapes(weight), activation)
+    one = in_stack(weight)
+    stack = one.stack
+    if not isinstance(stack, Int4Weight | Mxfp4Weight) or not supports(one):
         raise ValueError(
             "mosaic_gpu serves Int4Weight and Mxfp4Weight without minima and with a multiple of "
-            f"{COLUMN_TILES[-1]} outputs, got {type(weight).__name__} of shape {weight.shape}"
+            f"{COLUMN_TILES[-1]} outputs, got {type(stack).__name__} of shape {one.shape}"
         )
     m = x.shape[0]
-    plan = make_plan(m, weight, activation, interpret)
+    plan = make_plan(m, taken_shapes(one), activation, interpret)
     x = jnp.pad(x, ((0, plan.m - m), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, x_scales = multiplicands(x, weight.group_size, activation)
+    values, x_scales = multiplicands(x, stack.group_size, activation)
     arrays: dict[str, Any] = {
         "x": values if plan.integer else words.permute_inputs(values),
-        "packed": weight.packed,
-        "scales": weight.scales,
-        "zeros": weight.zeros if isinstance(weight, Int4Weight) else None,
+        "packed": stack.packed,
+        "scales": stack.scales,
+        "zeros": stack.zeros if isinstance(stack, Int4Weight) else None,
         "x_groups": _x_groups(plan, values, x_scales) if "x_groups" in plan.operands else None,
+        "index": one.index[None],
     }
     parts = call(plan, *(arrays[name] for name in plan.operands), interpret=_parameters(interpret))
     total = parts[0]
     for part in range(1, plan.parts):
         total += parts[part]
-    return _finish(plan, total, weight, values, x_scales)[:m]
+    return _finish(plan, total, one, values, x_scales)[:m]
 
 
 def make_plan(
@@ -111,6 +120,7 @@ def make_plan(
         "scales": grouped,
         "zeros": zeros and (grouped or not integer),
         "x_groups": grouped and integer,
+        "index": True,
     }
     group = weight.group_size or PLANE
     # A thread's registers hold the sums of all rows, and the scales of narrow groups.
@@ -155,18 +165,19 @@ def _x_groups(plan: Plan, values: jax.Array, x_scales: jax.Array) -> jax.Array:
 
 
 def _finish(
-    plan: Plan, total: jax.Array, weight: Quantized, values: jax.Array, x_scales: jax.Array
+    plan: Plan, total: jax.Array, one: Stacked, values: jax.Array, x_scales: jax.Array
 ) -> jax.Array:
     """Applies the scale of a weight without groups. total: f32 or int32[M, N] -> f32[M, N]."""
     if plan.scaled:
         return total
+    stack = cast(Int4Weight | Mxfp4Weight, one.stack)
     if plan.integer:
         total = total // plan.decoder.factor
-        if isinstance(weight, Int4Weight) and weight.zeros is not None:
+        if isinstance(stack, Int4Weight) and stack.zeros is not None:
             sums = jnp.sum(values.astype(jnp.int32), axis=1, keepdims=True)
-            total -= sums * weight.zeros[:, 0].astype(jnp.int32)
+            total -= sums * stack.zeros[one.index, :, 0].astype(jnp.int32)
         total = total.astype(jnp.float32)
-    scales = weight.scales[:, 0].astype(jnp.float32)
+    scales = stack.scales[one.index, :, 0].astype(jnp.float32)
     y = total * (x_scales * scales if plan.integer else scales)
     # The barrier keeps XLA from fusing this product with an addition in some programs only.
     kept: jax.Array = lax.optimization_barrier(y)

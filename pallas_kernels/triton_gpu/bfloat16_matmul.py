@@ -13,6 +13,7 @@ a product alike, for every width of x: `benchmarks/gpu_check.py` checks it.
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.stacks import Stacked, in_stack
 
 STEP = 128  # inputs per product
 ROW_TILES = (16, 32, 64, 128)  # rows of x per program; the smallest that fits is taken
@@ -30,12 +32,12 @@ PROGRAMS = 264  # wanted: two for each multiprocessor of a large GPU
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def matmul(x: jax.Array, weight: Bfloat16Weight, *, interpret: bool = False) -> jax.Array:
+def matmul(x: jax.Array, weight: Bfloat16Weight | Stacked, *, interpret: bool = False) -> jax.Array:
     """Computes x · weightᵀ.
 
     Args:
       x: bf16[M, K].
-      weight: (N, K), row by row.
+      weight: (N, K), row by row, alone or in a stack.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
     Returns:
@@ -44,8 +46,10 @@ def matmul(x: jax.Array, weight: Bfloat16Weight, *, interpret: bool = False) -> 
     Raises:
       ValueError: a shape or dtype is another one, or the weight's rows are interleaved.
     """
-    m, (n, k) = x.shape[0], weight.shape
-    if weight.out_features is not None or x.dtype != jnp.bfloat16 or x.shape[1:] != (k,):
+    one = in_stack(weight)
+    stack = cast(Bfloat16Weight, one.stack)
+    m, (n, k) = x.shape[0], one.shape
+    if stack.out_features is not None or x.dtype != jnp.bfloat16 or x.shape[1:] != (k,):
         raise ValueError(
             "triton_gpu multiplies bfloat16 x by a bfloat16 matrix stored row by row, "
             f"got {x.dtype.name}{list(x.shape)} and a matrix of {(n, k)}"
@@ -56,19 +60,20 @@ def matmul(x: jax.Array, weight: Bfloat16Weight, *, interpret: bool = False) -> 
     segments = -(-steps // per_segment)
     parts = segments if rows * columns < PROGRAMS else 1
     x = jnp.pad(x, ((0, rows * tile - m), (0, steps * STEP - k)))
-    values = lax.bitcast_convert_type(weight.bits, jnp.bfloat16)
+    values = lax.bitcast_convert_type(stack.bits, jnp.bfloat16)
     sums: jax.Array = pl.pallas_call(
         partial(_kernel, n=n, k=k, per_segment=per_segment, segments=segments // parts),
         grid=(rows, columns, parts),
         in_specs=[
             pl.BlockSpec((tile, x.shape[1]), lambda i, j, s: (i, 0)),
-            pl.BlockSpec((COLUMN_TILE, k), lambda i, j, s: (j, 0)),
+            pl.BlockSpec((None,), lambda i, j, s: (0,)),
+            pl.BlockSpec((values.shape[0], COLUMN_TILE, k), lambda i, j, s: (0, j, 0)),
         ],
         out_specs=pl.BlockSpec((None, tile, COLUMN_TILE), lambda i, j, s: (s, i, j)),
         out_shape=jax.ShapeDtypeStruct((parts, rows * tile, columns * COLUMN_TILE), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
-    )(x, values)
+    )(x, one.index[None], values)
     total = sums[0]
     for part in range(1, parts):
         total += sums[part]
@@ -82,13 +87,15 @@ def steps_per_segment(columns: int, steps: int) -> int:
 
 
 def _kernel(
-    x: jax.Ref, weight: jax.Ref, y: jax.Ref, *, n: int, k: int, per_segment: int, segments: int
-) -> None:
-    """Adds `segments` segments of a tile. x: bf16[M, padded K]; weight: bf16[N, K]; y: f32[M, N].
+    x: jax.Ref, index: jax.Ref, weights: jax.Ref, y: jax.Ref,
+    *, n: int, k: int, per_segment: int, segments: int,
+) -> None:  # fmt: skip
+    """Adds `segments` segments of a tile.
 
-    The sum is [N, M], because Hopper takes the weight, its left operand, from registers.
+    x: bf16[M, padded K]; weights: bf16[L, N, K], of which `index` is read; y: f32[M, N]. The sum
+    is [N, M], because Hopper takes the weight, its left operand, from registers.
     """
-    inside = None
+    inside, number = None, index[...]
     if n % COLUMN_TILE:
         outputs = pl.program_id(1) * COLUMN_TILE + jnp.arange(COLUMN_TILE)
         inside = (outputs < n)[:, None]
@@ -101,7 +108,7 @@ def _kernel(
             real = (step * STEP + jnp.arange(STEP) < k)[None, :]
             mask = real if inside is None else inside & real
         other = None if mask is None else 0.0
-        values = pltriton.load(weight.at[:, inputs], mask=mask, other=other)
+        values = pltriton.load(weights.at[number, :, inputs], mask=mask, other=other)
         return total + lax.dot_general(
             values, x[:, inputs], _CONTRACT_LAST, preferred_element_type=jnp.float32
         )

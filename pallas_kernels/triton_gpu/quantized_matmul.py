@@ -22,6 +22,7 @@ outliers.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,9 @@ from pallas_kernels.formats import (
     padded_inputs,
 )
 from pallas_kernels.operands import check, group_parts, group_sums, multiplicands, product_dtype
+from pallas_kernels.stacks import Stacked, in_stack, taken_shapes
 
-Refs = dict[str, jax.Ref]  # a kernel's operands by name
+Refs = dict[str, Any]  # a kernel's operands by name
 
 ROW_TILE = 16  # the narrowest product
 COLUMN_TILE = 64  # the weight is the left operand, and Hopper multiplies 64 of its rows
@@ -49,13 +51,17 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def matmul(
-    x: jax.Array, weight: Quantized, activation: Activation = "a16", *, interpret: bool = False
+    x: jax.Array,
+    weight: Quantized | Stacked,
+    activation: Activation = "a16",
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """Computes x · weightᵀ.
 
     Args:
       x: bf16 or f32[M, K].
-      weight: [N, K].
+      weight: [N, K], alone or in a stack.
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
@@ -65,8 +71,10 @@ def matmul(
     Raises:
       ValueError: the kernel does not serve a shape or dtype.
     """
-    check(x, weight, activation)
-    m, n = x.shape[0], weight.shape[0]
+    check(x, taken_shapes(weight), activation)
+    one = in_stack(weight)
+    weight = cast(Quantized, one.stack)
+    m, n = x.shape[0], one.shape[0]
     x = jnp.pad(x, ((0, -m % ROW_TILE), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     values, x_scales = multiplicands(x, weight.group_size, activation)
     of_x = {"x": values, "x_scales": x_scales}
@@ -80,9 +88,10 @@ def matmul(
         name: pl.BlockSpec((ROW_TILE, array.shape[1]), lambda i, j: (i, 0))
         for name, array in of_x.items()
     } | {
-        name: pl.BlockSpec((COLUMN_TILE, array.shape[1]), lambda i, j: (j, 0))
+        name: pl.BlockSpec((array.shape[0], COLUMN_TILE, array.shape[2]), lambda i, j: (0, j, 0))
         for name, array in of_weight.items()
     }
+    specs["index"] = pl.BlockSpec((None,), lambda i, j: (0,))
     y: jax.Array = pl.pallas_call(
         partial(_kernel, n=n, kind=type(weight), group_size=weight.group_size),
         grid=(rows, columns),
@@ -91,7 +100,7 @@ def matmul(
         out_shape=jax.ShapeDtypeStruct((rows * ROW_TILE, columns * COLUMN_TILE), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
-    )(of_x | of_weight)
+    )(of_x | of_weight | {"index": one.index[None]})
     return y[:m, :n]
 
 
@@ -100,11 +109,12 @@ def _kernel(
 ) -> None:
     """Computes y: f32[M, N], a tile of M = ROW_TILE rows and N = COLUMN_TILE outputs.
 
-    refs: x: bf16 or int8[M, K]; x_scales: f32[M, groups]; stored: uint8[N, K / 2] or int8[N, K];
-    scales: [N, groups]; if the weight has them, zeros: int8[N, groups], or minima: [N, groups] and
-    x_sums: f32[M, groups]. The sum is [N, M], because Hopper takes the left operand from registers,
-    and that is the weight.
+    refs: x: bf16 or int8[M, K]; x_scales: f32[M, groups]; index: int32[], the matrix of the stacks;
+    stored: uint8[L, N, K / 2] or int8[L, N, K]; scales: [L, N, groups]; if the weight has them,
+    zeros: int8[L, N, groups], or minima: [L, N, groups] and x_sums: f32[M, groups]. The sum is
+    [N, M], because Hopper takes the left operand from registers, and that is the weight.
     """
+    refs = refs | {"index": refs["index"][...]}
     inside = (pl.program_id(1) * COLUMN_TILE + jnp.arange(COLUMN_TILE) < n)[:, None]
     x, width = refs["x"], group_size or PLANE
     # Without groups the sum has the products' dtype, because one scale multiplies all of it.
@@ -113,8 +123,8 @@ def _kernel(
     def add_block(block: jax.Array, total: jax.Array) -> jax.Array:
         for part in range(BLOCK // width):
             group = 0 if group_size is None else block * (BLOCK // width) + part
-            weights = _integers(refs["stored"], kind, block, part * width, width, inside)
-            zero = _column(refs["zeros"], group, inside) if "zeros" in refs else None
+            weights = _integers(refs, kind, block, part * width, width, inside)
+            zero = _column(refs, "zeros", group, inside) if "zeros" in refs else None
             values = x[:, pl.ds(block * BLOCK + part * width, width)]
             product = _product(values, weights.astype(x.dtype), zero)
             if group_size is not None:
@@ -130,13 +140,12 @@ def _kernel(
 
 
 def _integers(
-    stored: jax.Ref, kind: type[Quantized], block: jax.Array, k: int, width: int, inside: jax.Array
+    refs: Refs, kind: type[Quantized], block: jax.Array, k: int, width: int, inside: jax.Array
 ) -> jax.Array:
     """The weight's `formats.integers` from input k of a block: int8[N, width]."""
     if kind is Int8Weight:
-        return pltriton.load(stored.at[:, pl.ds(block * BLOCK + k, width)], mask=inside, other=0)
-    columns = pl.ds(block * PLANE + k % PLANE, width)
-    pairs = pltriton.load(stored.at[:, columns], mask=inside, other=0)
+        return _columns(refs, "stored", pl.ds(block * BLOCK + k, width), inside)
+    pairs = _columns(refs, "stored", pl.ds(block * PLANE + k % PLANE, width), inside)
     signed = lax.bitcast_convert_type(pairs, jnp.int8)
     signed = signed << 4 >> 4 if k < PLANE else signed >> 4
     return signed if kind is Int4Weight else _twice_e2m1(signed)
@@ -165,16 +174,21 @@ def _product(x: jax.Array, weights: jax.Array, zero: jax.Array | None) -> jax.Ar
     return product
 
 
-def _column(ref: jax.Ref, group: jax.Array | int, inside: jax.Array) -> jax.Array:
+def _column(refs: Refs, name: str, group: jax.Array | int, inside: jax.Array) -> jax.Array:
     """Loads one group's values: [N, 1]."""
-    return pltriton.load(ref.at[:, pl.ds(group, 1)], mask=inside, other=0)
+    return _columns(refs, name, pl.ds(group, 1), inside)
+
+
+def _columns(refs: Refs, name: str, columns: Any, inside: jax.Array) -> jax.Array:
+    """Loads columns of one of the weight's arrays: [N, columns]."""
+    return pltriton.load(refs[name].at[refs["index"], :, columns], mask=inside, other=0)
 
 
 def _scaled(
     product: jax.Array, refs: Refs, kind: type[Quantized], group: jax.Array | int, inside: jax.Array
 ) -> jax.Array:
     """Scales a group's product and adds its minima: f32 or i32[N, M] -> f32[N, M]."""
-    scale = _column(refs["scales"], group, inside)
+    scale = _column(refs, "scales", group, inside)
     if kind is Mxfp4Weight:
         code = scale.astype(jnp.int32)
         bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
@@ -183,7 +197,7 @@ def _scaled(
     scaled: jax.Array = product.astype(jnp.float32) * (scale * refs["x_scales"][:, group][None, :])
     if "minima" not in refs:
         return scaled
-    least = _column(refs["minima"], group, inside).astype(jnp.float32)
+    least = _column(refs, "minima", group, inside).astype(jnp.float32)
     of_zero = least - kind.smallest * scale  # the value of the integer zero
     scaled += of_zero * refs["x_sums"][:, group][None, :]
     return scaled

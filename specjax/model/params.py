@@ -97,11 +97,12 @@ def prepack(params: Params) -> Params:
     """Returns the same model with its matrices in the order that this machine's kernels read
     fastest.
 
-    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`), and layers of one
-    form are stacked: a program over them is compiled as fast for many layers as for few. Elsewhere,
-    and for a model that is divided over a mesh, nothing changes. `load` and `quantize` do this
-    already; call it for models that are made in another way. Output is the same bit for bit. An
-    embedding that is not also the head is only looked up by rows and stays as it is.
+    On CPUs the rows of a matrix are interleaved (`pallas_kernels.interleave`). On CPUs and GPUs
+    layers of one form are stacked: a program over them is compiled as fast for many layers as for
+    few. On TPUs, and for a model that is divided over a mesh, nothing changes. `load` and
+    `quantize` do this already; call it for models that are made in another way. Output is the same
+    bit for bit. An embedding that is not also the head is only looked up by rows and stays as it
+    is.
 
     Args:
       params: any model.
@@ -139,7 +140,7 @@ def stack_layers(params: Params) -> Params:
     in form, and where some of them have a sliding window and others have none.
     """
     layers, config = params.layers, params.config
-    if jax.default_backend() != "cpu" or not cpu.available() or isinstance(layers, LayerStack):
+    if isinstance(layers, LayerStack) or not _kernels_read_stack(layers):
         return params
     layers = with_one_form(layers)
     if config.sliding_layers is not None or not can_be_stacked(layers):
@@ -147,6 +148,12 @@ def stack_layers(params: Params) -> Params:
     params, alike = dataclasses.replace(params, layers=()), list(layers)
     del layers
     return dataclasses.replace(params, layers=stack(alike))
+
+
+def _kernels_read_stack(layers: tuple[Layer, ...]) -> bool:
+    if jax.default_backend() == "gpu":  # they count a stack's elements in 32 bits
+        return bool(max(leaf.size for leaf in jax.tree.leaves(layers)) * len(layers) < 2**31)
+    return jax.default_backend() == "cpu" and cpu.available()
 
 
 def unstack_layers(params: Params) -> Params:

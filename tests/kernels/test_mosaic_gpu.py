@@ -26,6 +26,7 @@ from pallas_kernels.formats import (
     mxfp4_from_codes,
 )
 from pallas_kernels.mosaic_gpu import quantized_matmul, registers, words
+from pallas_kernels.stacks import Stacked
 from tests.support.compiled import dequantize
 from tests.support.random_weights import random_minima
 
@@ -69,6 +70,11 @@ def random_rows(m: int, k: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=(m, k)) * rng.uniform(0.1, 10, (m, 1)), jnp.bfloat16)
 
 
+def stack_of(weight: Any) -> Any:
+    """A stack of three, in which the weight is number 1."""
+    return jax.tree.map(lambda leaf: jnp.stack((jnp.zeros_like(leaf), leaf, leaf[::-1])), weight)
+
+
 def lowered(function, *args: object) -> str:
     """Lowers to the input of an H200's compiler."""
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -76,7 +82,7 @@ def lowered(function, *args: object) -> str:
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def interpreted(x: jax.Array, weight: Quantized, activation: str) -> np.ndarray:
+def interpreted(x: jax.Array, weight: Quantized | Stacked, activation: str) -> np.ndarray:
     """Runs the kernel in interpret mode: f32[M, N]."""
     call = jax.jit(mosaic_gpu.matmul, static_argnames=("activation", "interpret"))
     return np.asarray(call(x, weight, activation=activation, interpret=True))
@@ -180,6 +186,19 @@ def test_the_meaning_is_the_reference(case: tuple) -> None:
     expected = reference.matmul(x.astype(jnp.float32), weight, activation)
     error = np.abs(y - np.asarray(expected))
     assert np.all(error <= sizes * 2.0**-20)
+
+
+@interprets
+@pytest.mark.parametrize(
+    ("name", "activation"), [("int4 64 zeros", "a8"), ("int4 None zeros", "a8"), ("mxfp4", "a16")]
+)
+def test_a_matrix_in_a_stack_has_the_bits_of_the_matrix_alone(name: str, activation: str) -> None:
+    x, weight = random_rows(9, 600), random_weight(name, 64, 600)
+    one = Stacked(stack_of(weight), jnp.int32(1))
+    assert mosaic_gpu.supports(one)
+    np.testing.assert_array_equal(
+        interpreted(x, one, activation), interpreted(x, weight, activation)
+    )
 
 
 @interprets

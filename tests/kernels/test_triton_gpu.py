@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ import pytest
 from pallas_kernels import reference, triton_gpu
 from pallas_kernels.formats import Bfloat16Weight
 from pallas_kernels.matmul import matmul
+from pallas_kernels.stacks import Stacked
 from pallas_kernels.triton_gpu import bfloat16_matmul
-from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight
+from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight, stack_of
 from tests.support.compiled import dequantize
 
 FORMATS = (
@@ -97,3 +99,16 @@ def test_bfloat16_lowers_behind_the_door() -> None:
     assert lowered(matmul, x.astype(jnp.float32), weight).count(kernel) == 0
     with pytest.raises(ValueError, match="bfloat16 x"):
         triton_gpu.matmul(x.astype(jnp.float32), weight)
+
+
+@pytest.mark.parametrize("name", ["int4 128 zeros", "int8 32 minima", "mxfp4", "bfloat16"])
+def test_a_matrix_in_a_stack_has_the_bits_of_the_matrix_alone(name: str) -> None:
+    weight = random_bfloat16(72, 300) if name == "bfloat16" else random_weight(name, 72, 300)
+    x, one = random_rows(17, 300), Stacked(stack_of(weight), jnp.int32(1))
+
+    def product(weight: Any) -> np.ndarray:
+        return np.asarray(jax.jit(partial(triton_gpu.matmul, interpret=True))(x, weight))
+
+    np.testing.assert_array_equal(product(one), product(weight))
+    text = lowered(matmul, x, one)
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 1

@@ -1,0 +1,154 @@
+"""Times decoding of a model of a billion parameters on a GPU, beside plain decoding.
+
+The model is a small trained one, widened (`benchmarks.support.widen`): real prompts, real
+acceptance, and the cost of the large shape. A batch is decoded as a whole by every drafter in turn,
+prompts read inside the time, on the same kernels. `speedup` is plain decoding's time over the
+drafter's, the geometric mean over batches and turns, with its 95 % interval. Programs are compiled
+before; `compile_s` is the first call's time. Every output is compared with plain decoding's.
+
+    python -m benchmarks.speed.wide --json OUT [--batch 1 8 32] [--cases plain4 qspec4]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax
+from benchmarks.kernels.rates import device_name
+from benchmarks.support.common import pad, parser, table, text_prompts, write
+from benchmarks.support.widen import LARGE, widen
+from specjax.bench.turns import geometric_mean, take_turns
+
+KINDS = ("arithmetic", "python", "chat", "prose")
+PLAIN = {"4": "plain, 4 bits", "16": "plain, bfloat16"}
+Chunk = tuple[np.ndarray, np.ndarray]  # prompts, their lengths
+
+
+@cache
+def exact() -> specjax.Params:
+    """The 16-bit model."""
+    return widen(specjax.load("tiny-16bit"), **LARGE)
+
+
+@cache
+def integers() -> specjax.Params:
+    """The same model in 4 bits, the head too."""
+    return specjax.quantize(exact(), "rtn", lm_head=True)
+
+
+@cache
+def cast() -> specjax.Params:
+    """Its MXFP4 cast, the head too."""
+    return specjax.quantize(exact(), "mxfp4", lm_head=True)
+
+
+CASES: dict[str, tuple[Callable[[], specjax.Params], Callable[[], specjax.Drafter]]] = {
+    PLAIN["4"]: (integers, specjax.Autoregressive),
+    "QSpec(3) a8, 4 bits": (integers, lambda: specjax.QSpec(3, "a8")),
+    "QSpec(3) a4, 4 bits": (integers, lambda: specjax.QSpec(3, "a4")),
+    "ANPD, 4 bits": (integers, lambda: specjax.NGram(5)),
+    "Auto, 4 bits": (integers, specjax.Auto),
+    PLAIN["16"]: (exact, specjax.Autoregressive),
+    "MXFP4 cast, bfloat16": (exact, lambda: specjax.DraftModel(cast(), 4, share_cache=True)),
+    "MXFP4 cast a8, bfloat16": (
+        exact, lambda: specjax.DraftModel(cast(), 4, "a8", share_cache=True)
+    ),
+    "ANPD, bfloat16": (exact, lambda: specjax.NGram(5)),
+    "Auto, bfloat16": (exact, specjax.Auto),
+}  # fmt: skip
+
+
+def main() -> None:
+    options = _options()
+    tokenizer = specjax.load_tokenizer("tiny-16bit")
+    count = -(-max(options.prompts, *options.batch) // len(KINDS))
+    texts = [text_prompts(options.data, kind, count) for kind in KINDS]
+    ids = [
+        tokenizer.encode(text)[: options.max_prompt]
+        for each in zip(*texts, strict=True)
+        for text in each
+    ]
+    cases = {name: (make(), drafter()) for name, (make, drafter) in CASES.items()}
+    cases = {name: cases[name] for name in options.cases}
+    rows = []
+    for batch in options.batch:
+        rows += _measured(cases, ids, batch, options)
+        write(options.json, rows)
+        print(table(rows, list(rows[0])), flush=True)
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    add("--batch", type=int, nargs="+", default=[1, 8, 32])
+    add("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add("--prompts", type=int, default=32, help="at least one batch, the kinds in turn")
+    add("--max-prompt", type=int, default=96, help="tokens used of each prompt")
+    add("--max-new-tokens", type=int, default=128)
+    add("--turns", type=int, default=3)
+    return parse.parse_args()
+
+
+def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> list[dict[str, Any]]:
+    """One row per case."""
+    chunks = [
+        pad(ids[i : i + batch], options.max_prompt)
+        for i in range(0, max(options.prompts, batch), batch)
+    ]
+
+    def decode(name: str, chunk: Chunk) -> specjax.DecodeResult:
+        params, drafter = cases[name]
+        tokens, lengths = chunk
+        return specjax.decode(
+            params, tokens, prompt_lengths=lengths, drafter=drafter, stop_tokens=(),
+            max_new_tokens=options.max_new_tokens,
+        )  # fmt: skip
+
+    def first(name: str) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(decode(name, chunks[0]))
+        return time.perf_counter() - begin
+
+    with ThreadPoolExecutor() as pool:
+        compiled = dict(zip(cases, pool.map(first, cases), strict=True))
+    programs = {name: partial(decode, name) for name in cases}
+    seconds, outputs = take_turns(programs, chunks, options.turns)
+    rows = []
+    for name in cases:
+        plain = PLAIN["16" if name.endswith("bfloat16") else "4"]
+        stats = [output.stats for output in outputs[name]]
+        total = {
+            each: sum(int(getattr(part, each).sum()) for part in stats)
+            for each in ("generated", "rounds", "drafted", "accepted")
+        }
+        loops = sum(int(part.rounds.max()) for part in stats)
+        row = {
+            "drafter": name, "batch": batch, "prompts": len(chunks) * batch,
+            "tokens_per_second": total["generated"] * options.turns / float(seconds[name].sum()),
+            "tokens_per_round": total["generated"] / total["rounds"],
+            "kept": total["accepted"] / max(total["drafted"], 1),
+            "round_ms": 1e3 * float(seconds[name].sum()) / options.turns / loops,
+            "compile_s": compiled[name], "device": device_name(),
+        }  # fmt: skip
+        if plain in cases:
+            speedup = geometric_mean((seconds[plain] / seconds[name]).reshape(-1))
+            row |= {
+                "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
+                "identical": sum(
+                    int((np.asarray(a.tokens) == np.asarray(b.tokens)).all(axis=1).sum())
+                    for a, b in zip(outputs[name], outputs[plain], strict=True)
+                ),
+            }  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
