@@ -191,18 +191,20 @@ def _clip(weight: Weight, activation: Activation) -> float:
 def _gpu_matmul(
     x: jax.Array, weights: tuple[Any, ...], *, activation: Activation
 ) -> tuple[jax.Array, ...]:
-    """Calls the Hopper kernel if it serves this device and shape, else the one for all GPUs."""
+    """Calls the Hopper kernel if it serves this device and all weights, else that for all GPUs."""
     from pallas_kernels import mosaic_gpu, triton_gpu
 
-    hopper = mosaic_gpu.is_hopper()
+    weights = tuple(_by_rows(weight) for weight in weights)
+    if mosaic_gpu.is_hopper() and all(map(mosaic_gpu.supports, weights)):
+        return mosaic_gpu.products(x, weights, activation)
+    return triton_gpu.products(x, weights, activation)
 
-    def product(weight: Any) -> jax.Array:
-        if getattr(form(weight), "out_features", None) is not None:  # interleaved for a CPU
-            weight = by_rows(taken(weight))
-        matmul = mosaic_gpu.matmul if hopper and mosaic_gpu.supports(weight) else triton_gpu.matmul
-        return matmul(x, weight, activation)
 
-    return tuple(map(product, weights))
+def _by_rows(weight: Matrix) -> Matrix:
+    """The weight row by row: one that was interleaved for a CPU is copied."""
+    if getattr(form(weight), "out_features", None) is None:
+        return weight
+    return by_rows(taken(weight))
 
 
 def _has_accelerator_kernel(weight: Weight) -> bool:

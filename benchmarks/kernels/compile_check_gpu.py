@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4
 from pallas_kernels.mosaic_gpu.quantized_matmul import make_plan
 
 LAYERS = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))  # K, N
+TOGETHER = (4096, 4096, 1024, 1024)  # K, then N of queries, keys and values: one kernel
 ROWS = (1, 16, 64, 128)
 FORMATS = ("int4 g128", "int4 g128 zeros", "int4 g64 zeros", "int4 g32", "int4 None", "mxfp4")
 ACTIVATIONS = ("a16", "a8")  # "a4" is the same program as "a8"
@@ -101,6 +103,8 @@ def checks(device: jax.Device) -> Iterator[Compiled]:
             for activation in ACTIVATIONS:
                 for m in ROWS:
                     yield check_hopper(device, name, activation, m, k, n)
+    for name, activation, m in product(FORMATS, ACTIVATIONS, ROWS):
+        yield check_hopper(device, name, activation, m, *TOGETHER)
     for name in (*FORMATS, "int8 g128", "int8 None"):
         for activation in ACTIVATIONS:
             yield check_matmul(device, name, activation, 16, *LAYERS[0])
@@ -129,14 +133,15 @@ def weight_shapes(name: str, n: int, k: int) -> Any:
 
 
 def check_hopper(
-    device: jax.Device, name: str, activation: str, m: int, k: int, n: int
+    device: jax.Device, name: str, activation: str, m: int, k: int, *outputs: int
 ) -> Compiled:
     """Compiles a Mosaic GPU kernel. Mosaic's compiler calls ptxas and prints its report."""
-    weight, x = weight_shapes(name, n, k), jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
-    lowered = _lower(device, partial(mosaic_gpu.matmul, activation=activation), x, weight)
+    weights = [weight_shapes(name, n, k) for n in outputs]
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    lowered = _lower(device, partial(mosaic_gpu.products, activation=activation), x, weights)
     said = _output(lowered.compile)
-    plan = make_plan(m, weight, activation)
-    shared = plan.stages * plan.stage_bytes
+    plan = make_plan(m, weights, activation)
+    shared, n = plan.stages * plan.stage_bytes, " + ".join(map(str, outputs))
     return _compiled(f"hopper {name} {activation}", f"M {m} K {k} N {n}", said, shared)
 
 

@@ -16,9 +16,9 @@ afterwards, or all of them. The additions are the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import SimpleNamespace as Memory
 from typing import Any
 
 import jax
@@ -50,23 +50,26 @@ _LOAD_NEEDS_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.e
 OfOutputs = tuple[list[jax.Array], list[jax.Array]]
 
 
-def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
+def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> tuple[jax.Array, ...]:
     """Runs the kernel.
 
     Args:
       plan: how the kernel runs.
-      *operands: the arrays that `plan.operands` names, in its order. x: int8 or bf16[M, K]; packed:
-        uint8[L, N, K / 2]; scales: [L, N, blocks · groups]; zeros: int8[L, N, blocks · groups or
-        1]; x_groups: f32[blocks, x_rows, M], the scales of x by group, then its sums by group if
-        the weight has zeros; index: int32[1], which of L matrices to read.
+      *operands: the arrays that `plan.of_x` names, then for every weight those that
+        `plan.of_weight` names. x: int8 or bf16[M, K]; x_groups: f32[blocks, x_rows, M], the scales
+        of x by group, then its sums by group if the weight has zeros; packed: uint8[L, N, K / 2];
+        index: int32[1], which of the L matrices to read; scales: [L, N, blocks · groups]; zeros:
+        int8[L, N, blocks · groups or 1].
       interpret: Pallas's parameters for interpret mode, or None.
 
     Returns:
-      The sum of each part: f32 or int32[parts, M, N].
+      For every weight the sum of each part: f32 or int32[parts, M, N].
     """
-    sums: jax.Array = plgpu.kernel(
+    sums: tuple[jax.Array, ...] = plgpu.kernel(
         partial(_body, plan),
-        out_type=jax.ShapeDtypeStruct((plan.parts, plan.m, plan.n), plan.sum_dtype),
+        out_type=tuple(
+            jax.ShapeDtypeStruct((plan.parts, plan.m, n), plan.sum_dtype) for n in plan.outputs
+        ),
         scratch_types=_scratch(plan),
         grid=(min(plan.items, MULTIPROCESSORS),),
         grid_names=("block",),
@@ -81,14 +84,14 @@ def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> jax.Array:
 
 def _scratch(plan: Plan) -> dict[str, Any]:
     """Shared memory: a ring buffer of blocks, with a full and an empty barrier per slot."""
-    arrivals = 2 + ("x_groups" in plan.operands)
+    arrivals = 2 + ("x_groups" in plan.of_x)
     scratch = {
         "packed_ring": _swizzled((plan.stages, plan.n_tile, PLANE), jnp.uint8, PLANE),
         "x_ring": _swizzled((plan.stages, plan.m_tile, BLOCK), plan.decoder.dtype, plan.swizzle),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.stages),
         "empty": plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
     }
-    if "x_groups" in plan.operands:
+    if "x_groups" in plan.of_x:
         shape = (plan.stages, plan.x_rows, plan.m_tile)
         scratch["x_groups_ring"] = plgpu.SMEM(shape, jnp.float32)
     if plan.interpreted:
@@ -105,18 +108,17 @@ def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 
 def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
     """One block of the grid. Its last warpgroup copies; the others compute."""
-    memory = SimpleNamespace(**dict(zip((*plan.operands, "out"), refs, strict=True)), **scratch)
-    memory.index = memory.index[0]
+    memories = _memories(plan, refs, scratch)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == plan.warpgroups)
     def copy() -> None:
         if plan.warpgroups > 1:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        done = _walk(plan, partial(_copy_segment, plan, memory))
+        done = _walk(plan, memories, partial(_copy_segment, plan))
 
         def drain(i: jax.Array, _: None) -> None:
-            plgpu.barrier_wait(memory.empty.at[lax.rem(i, jnp.int32(plan.stages))])
+            plgpu.barrier_wait(memories[0].empty.at[lax.rem(i, jnp.int32(plan.stages))])
 
         lax.fori_loop(jnp.maximum(done - plan.stages, 0), done, drain, None)
 
@@ -124,13 +126,25 @@ def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
     def compute() -> None:
         if plan.warpgroups > 1:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _walk(plan, partial(_compute_segment, plan, memory, warpgroup))
+        _walk(plan, memories, partial(_compute_segment, plan, warpgroup))
 
 
-def _walk(plan: Plan, visit: Callable[..., None]) -> jax.Array:
-    """Calls visit(row, column, part, segment, done) for this block's share of the work, in order.
+def _memories(plan: Plan, refs: Sequence[jax.Ref], scratch: dict[str, Any]) -> list[Memory]:
+    """The arrays that a work item uses, for every weight: x's, its own and the ring's."""
+    given = iter(refs)
+    of_x = {name: next(given) for name in plan.of_x}
+    of_weights = [{name: next(given) for name in plan.of_weight} for _ in plan.outputs]
+    memories = [Memory(**scratch, **of_x, **arrays, out=None) for arrays in of_weights]
+    for memory, out in zip(memories, given, strict=True):
+        memory.out, memory.index = out, memory.index[0]
+    return memories
 
-    Row and column index the tile. `done` is the number of input blocks visited before the call.
+
+def _walk(plan: Plan, memories: list[Memory], visit: Callable[..., None]) -> jax.Array:
+    """Calls visit(memory, row, column, part, segment, done) for this block's share of the work.
+
+    Row and column index the tile, of the weight whose memory it is. `done` is the number of input
+    blocks visited before the call.
 
     Returns:
       The number of input blocks visited in total.
@@ -145,7 +159,12 @@ def _walk(plan: Plan, visit: Callable[..., None]) -> jax.Array:
         part, column = _divide(tile, columns)
 
         def segment(s: jax.Array, done: jax.Array) -> jax.Array:
-            visit(row, column, part, s, done)
+            first = 0
+            for memory, n in zip(memories, plan.outputs, strict=True):
+                own = partial(visit, memory, row, column - first, part, s, done)
+                end = first + n // plan.n_tile
+                pl.when((column >= first) & (column < end))(own) if len(memories) > 1 else own()
+                first = end
             return done + _steps(plan, s)
 
         visited: jax.Array = lax.fori_loop(part * per_part, (part + 1) * per_part, segment, done)
@@ -167,7 +186,7 @@ def _steps(plan: Plan, segment: jax.Array) -> jax.Array:
 
 def _copy_segment(
     plan: Plan,
-    memory: SimpleNamespace,
+    memory: Memory,
     row: jax.Array,
     column: jax.Array,
     part: jax.Array,
@@ -192,7 +211,7 @@ def _copy_segment(
         plgpu.copy_gmem_to_smem(packed, memory.packed_ring.at[slot], full)
         x = memory.x.at[rows, pl.ds(block * BLOCK, BLOCK)]
         plgpu.copy_gmem_to_smem(x, memory.x_ring.at[slot], full)
-        if "x_groups" in plan.operands:
+        if "x_groups" in plan.of_x:
             x_groups = memory.x_groups.at[block, :, rows]
             plgpu.copy_gmem_to_smem(x_groups, memory.x_groups_ring.at[slot], full)
 
@@ -201,8 +220,8 @@ def _copy_segment(
 
 def _compute_segment(
     plan: Plan,
-    memory: SimpleNamespace,
     warpgroup: jax.Array,
+    memory: Memory,
     row: jax.Array,
     column: jax.Array,
     part: jax.Array,
@@ -242,7 +261,7 @@ def _compute_segment(
 
 
 def _of_outputs(
-    plan: Plan, memory: SimpleNamespace, outputs: slice | pl.Slice, block: jax.Array
+    plan: Plan, memory: Memory, outputs: slice | pl.Slice, block: jax.Array
 ) -> OfOutputs:
     """Loads the weight's scales and zeros of a block: f32[64] each. The lists may be empty."""
 
@@ -270,7 +289,7 @@ def _exponents(code: jax.Array) -> jax.Array:
 
 def _add_block(
     plan: Plan,
-    memory: SimpleNamespace,
+    memory: Memory,
     warpgroup: jax.Array,
     slot: jax.Array,
     of_outputs: OfOutputs,
@@ -320,7 +339,7 @@ def _operands(plan: Plan, packed: jax.Array, plane: int, of_outputs: OfOutputs) 
 
 def _add_product(
     plan: Plan,
-    memory: SimpleNamespace,
+    memory: Memory,
     slot: jax.Array,
     group: int,
     of_outputs: OfOutputs,

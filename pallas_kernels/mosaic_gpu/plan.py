@@ -19,20 +19,21 @@ MAX_STAGES = 6
 class Plan:
     """The parameters of a kernel call.
 
-    m, n: rows of x and outputs, padded to whole tiles.
+    m: rows of x, padded to whole tiles.
+    outputs: of every weight.
     m_tile, n_tile: rows and outputs of one work item.
     blocks: the number of blocks of 256 inputs.
     per_segment: blocks per segment. The last segment may have fewer.
     parts: work items per output tile: 1, or one per segment.
     group: inputs per product.
     decoder: converts packed words to operands.
-    operands: names of the kernel's arguments (`kernel.call`).
+    of_x, of_weight: names of the kernel's arguments (`kernel.call`).
     exponents: whether scales are E8M0.
     interpreted: whether the kernel runs in interpret mode.
     """
 
     m: int
-    n: int
+    outputs: tuple[int, ...]
     m_tile: int
     n_tile: int
     blocks: int
@@ -40,9 +41,15 @@ class Plan:
     parts: int
     group: int
     decoder: Decoder
-    operands: tuple[str, ...]
+    of_x: tuple[str, ...]
+    of_weight: tuple[str, ...]
     exponents: bool = False
     interpreted: bool = False
+
+    @property
+    def n(self) -> int:
+        """Outputs of all weights."""
+        return sum(self.outputs)
 
     @property
     def warpgroups(self) -> int:
@@ -72,12 +79,12 @@ class Plan:
     @property
     def scaled(self) -> bool:
         """Whether the kernel scales products. Otherwise it only adds them."""
-        return "scales" in self.operands
+        return "scales" in self.of_weight
 
     @property
     def zeros(self) -> bool:
         """Whether the kernel reads zeros."""
-        return "zeros" in self.operands
+        return "zeros" in self.of_weight
 
     @property
     def integer(self) -> bool:
@@ -121,5 +128,5 @@ class Plan:
     def stage_bytes(self) -> int:
         """Bytes of shared memory per block in flight."""
         x = self.m_tile * BLOCK * self.decoder.dtype.itemsize
-        x_groups = 4 * self.x_rows * self.m_tile if "x_groups" in self.operands else 0
+        x_groups = 4 * self.x_rows * self.m_tile if "x_groups" in self.of_x else 0
         return self.n_tile * PLANE + x + x_groups

@@ -24,6 +24,8 @@ Not implemented: tuned tiles, a prepacked layout, multicast of x within a cluste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, cast
 
 import jax
@@ -39,6 +41,8 @@ from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
 from pallas_kernels.operands import check, group_parts, multiplicands
 from pallas_kernels.stacks import Stacked, form, in_stack, taken_shapes
 
+FourBits = Int4Weight | Mxfp4Weight
+
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x per work item; the smallest that fits is taken
 COLUMN_TILES = (128, 64)  # outputs per work item; the largest that divides N is taken
 MIN_SEGMENT = 4  # blocks; shorter sums would take longer to write than to compute
@@ -53,7 +57,7 @@ _DECODERS = {
 def supports(weight: Any) -> bool:
     """Whether `matmul` serves this weight: 4 bits, no minima, a multiple of 64 outputs."""
     held = form(weight)
-    if not isinstance(held, Int4Weight | Mxfp4Weight) or "minima" in group_parts(held):
+    if not isinstance(held, FourBits) or "minima" in group_parts(held):
         return False
     return bool(weight.shape[0] % COLUMN_TILES[-1] == 0)
 
@@ -65,74 +69,113 @@ def matmul(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes x · weightᵀ.
+    """Computes x · weightᵀ; arguments as in `products`."""
+    return products(x, (weight,), activation, interpret=interpret)[0]
+
+
+def products(
+    x: jax.Array,
+    weights: Sequence[Quantized | Stacked],
+    activation: Activation = "a16",
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes x · weightᵀ for every weight. Weights of one kind share a kernel: one launch.
 
     Args:
       x: bf16 or f32[M, K].
-      weight: [N, K], alone or in a stack.
+      weights: [N, K], alone or in a stack.
       activation: "a16", "a8" or "a4", as in `pallas_kernels.matmul.matmul`.
       interpret: simulates the kernel on the CPU, with its memory, threads and barriers (jax 0.11).
 
     Returns:
-      f32[M, N].
+      f32[M, N] for every weight, with the bits that it has alone.
 
     Raises:
-      ValueError: the kernel does not serve the weight, a shape or a dtype.
+      ValueError: the kernel does not serve a weight, a shape or a dtype.
     """
-    check(x, taken_shapes(weight), activation)
-    one = in_stack(weight)
-    stack = one.stack
-    if not isinstance(stack, Int4Weight | Mxfp4Weight) or not supports(one):
-        raise ValueError(
-            "mosaic_gpu serves Int4Weight and Mxfp4Weight without minima and with a multiple of "
-            f"{COLUMN_TILES[-1]} outputs, got {type(stack).__name__} of shape {one.shape}"
-        )
-    m = x.shape[0]
-    plan = make_plan(m, taken_shapes(one), activation, interpret)
+    kinds: dict[Any, list[int]] = {}
+    for place, weight in enumerate(weights):
+        one = taken_shapes(weight)
+        check(x, one, activation)
+        if not supports(one):
+            raise ValueError(
+                "mosaic_gpu serves Int4Weight and Mxfp4Weight without minima and with a multiple "
+                f"of {COLUMN_TILES[-1]} outputs, got {type(one).__name__} of shape {one.shape}"
+            )
+        kinds.setdefault(_kind(one), []).append(place)
+    found: dict[int, jax.Array] = {}
+    for places in kinds.values():
+        alike = tuple(in_stack(weights[place]) for place in places)
+        found |= zip(places, _alike(x, alike, activation, interpret), strict=True)
+    return tuple(found[place] for place in range(len(weights)))
+
+
+def _kind(weight: FourBits) -> tuple[Any, ...]:
+    """What weights that share a kernel have in common: their format and their segments."""
+    parts = {name: (part.dtype, part.shape[1]) for name, part in group_parts(weight).items()}
+    n, blocks = weight.shape[0], weight.packed.shape[1] // PLANE
+    return type(weight), weight.group_size, tuple(parts.items()), _segment(n, blocks)
+
+
+def _alike(
+    x: jax.Array, ones: tuple[Stacked, ...], activation: Activation, interpret: bool
+) -> list[jax.Array]:
+    """Multiplies x by weights of one kind, in one kernel."""
+    m, stacks = x.shape[0], [cast(FourBits, one.stack) for one in ones]
+    plan = make_plan(m, [taken_shapes(one) for one in ones], activation, interpret)
     x = jnp.pad(x, ((0, plan.m - m), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, x_scales = multiplicands(x, stack.group_size, activation)
-    arrays: dict[str, Any] = {
-        "x": values if plan.integer else words.permute_inputs(values),
-        "packed": stack.packed,
-        "scales": stack.scales,
-        "zeros": stack.zeros if isinstance(stack, Int4Weight) else None,
-        "x_groups": _x_groups(plan, values, x_scales) if "x_groups" in plan.operands else None,
-        "index": one.index[None],
-    }
-    parts = call(plan, *(arrays[name] for name in plan.operands), interpret=_parameters(interpret))
-    total = parts[0]
-    for part in range(1, plan.parts):
-        total += parts[part]
-    return _finish(plan, total, one, values, x_scales)[:m]
+    values, x_scales = multiplicands(x, stacks[0].group_size, activation)
+    of_x = {"x": values if plan.integer else words.permute_inputs(values)}
+    if "x_groups" in plan.of_x:
+        of_x["x_groups"] = _x_groups(plan, values, x_scales)
+    of_weights = [
+        {"packed": stack.packed, "index": one.index[None], **group_parts(stack)}
+        for one, stack in zip(ones, stacks, strict=True)
+    ]
+    parts = call(
+        plan,
+        *(of_x[name] for name in plan.of_x),
+        *(arrays[name] for arrays in of_weights for name in plan.of_weight),
+        interpret=_parameters(interpret),
+    )
+    totals = [reduce(jnp.add, [each[part] for part in range(plan.parts)]) for each in parts]
+    return [
+        _finish(plan, total, one, values, x_scales)[:m]
+        for total, one in zip(totals, ones, strict=True)
+    ]
 
 
 def make_plan(
-    m: int, weight: Int4Weight | Mxfp4Weight, activation: Activation, interpret: bool = False
+    m: int, weights: Sequence[FourBits], activation: Activation, interpret: bool = False
 ) -> Plan:
-    """Plans a call with M rows. Only the tiles of M and `parts` depend on M."""
-    n, blocks = weight.shape[0], weight.packed.shape[1] // PLANE
+    """Plans a call with M rows. Only the tiles of M and `parts` depend on M.
+
+    weights: of one kind (`_kind`); their arrays may be shapes.
+    """
+    outputs, weight = tuple(each.shape[0] for each in weights), weights[0]
+    n, blocks = sum(outputs), weight.packed.shape[1] // PLANE
     integer, grouped = activation != "a16", weight.group_size is not None
     zeros = isinstance(weight, Int4Weight) and weight.zeros is not None
     decoder = _DECODERS[type(weight), integer]
-    wanted = {
-        "x": True,
+    of_x = {"x": True, "x_groups": grouped and integer}
+    of_weight = {
         "packed": True,
+        "index": True,
         "scales": grouped,
         "zeros": zeros and (grouped or not integer),
-        "x_groups": grouped and integer,
-        "index": True,
     }
     group = weight.group_size or PLANE
     # A thread's registers hold the sums of all rows, and the scales of narrow groups.
     widest = min(group, 64 if zeros else 128)
     m_tile = next(tile for tile in ROW_TILES if tile >= min(m, widest))
-    n_tile = next(tile for tile in COLUMN_TILES if n % tile == 0)
+    n_tile = next(tile for tile in COLUMN_TILES if all(each % tile == 0 for each in outputs))
     rows = -(-m // m_tile)
-    per_segment = _segment(n // n_tile, blocks)
+    per_segment = _segment(outputs[0], blocks)
     segments = -(-blocks // per_segment)
     return Plan(
         m=rows * m_tile,
-        n=n,
+        outputs=outputs,
         m_tile=m_tile,
         n_tile=n_tile,
         blocks=blocks,
@@ -140,14 +183,16 @@ def make_plan(
         parts=segments if rows * (n // n_tile) < 2 * MULTIPROCESSORS else 1,
         group=group,
         decoder=decoder,
-        operands=tuple(name for name, use in wanted.items() if use),
+        of_x=tuple(name for name, use in of_x.items() if use),
+        of_weight=tuple(name for name, use in of_weight.items() if use),
         exponents=isinstance(weight, Mxfp4Weight),
         interpreted=interpret,
     )
 
 
-def _segment(columns: int, blocks: int) -> int:
+def _segment(n: int, blocks: int) -> int:
     """Blocks per segment, by the weight's shape. A few rows still occupy the whole GPU."""
+    columns = n // next(tile for tile in COLUMN_TILES if n % tile == 0)
     segments = max(1, min(-(-2 * MULTIPROCESSORS // columns), blocks // MIN_SEGMENT))
     return -(-blocks // segments)
 
@@ -170,7 +215,7 @@ def _finish(
     """Applies the scale of a weight without groups. total: f32 or int32[M, N] -> f32[M, N]."""
     if plan.scaled:
         return total
-    stack = cast(Int4Weight | Mxfp4Weight, one.stack)
+    stack = cast(FourBits, one.stack)
     if plan.integer:
         total = total // plan.decoder.factor
         if isinstance(stack, Int4Weight) and stack.zeros is not None:

@@ -3,3 +3,4 @@
 from pallas_kernels.triton_gpu.attention import attention as attention
 from pallas_kernels.triton_gpu.attention import attention_refusal as attention_refusal
 from pallas_kernels.triton_gpu.products import matmul as matmul
+from pallas_kernels.triton_gpu.products import products as products

@@ -12,7 +12,9 @@ a product alike, for every width of x: `benchmarks/gpu_check.py` checks it.
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import cast
 
 import jax
@@ -22,62 +24,89 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.formats import Bfloat16Weight
-from pallas_kernels.stacks import Stacked, in_stack
+from pallas_kernels.stacks import Stacked, form, in_stack
 
 STEP = 128  # inputs per product
-ROW_TILES = (16, 32, 64, 128)  # rows of x per program; the smallest that fits is taken
+ROW_TILES = (16, 32, 64)  # rows of x per program; the smallest that fits is taken
 COLUMN_TILE = 64  # outputs per program: the weight is the left operand, of 64 rows on Hopper
 SHORTEST = 4  # steps of a segment; shorter sums would take longer to write than to compute
 PROGRAMS = 264  # wanted: two for each multiprocessor of a large GPU
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def matmul(x: jax.Array, weight: Bfloat16Weight | Stacked, *, interpret: bool = False) -> jax.Array:
-    """Computes x · weightᵀ.
+def products(
+    x: jax.Array, weights: Sequence[Bfloat16Weight | Stacked], *, interpret: bool = False
+) -> tuple[jax.Array, ...]:
+    """Computes x · weightᵀ for every weight. Weights of equal segments share a kernel.
 
     Args:
       x: bf16[M, K].
-      weight: (N, K), row by row, alone or in a stack.
+      weights: (N, K), row by row, alone or in a stack.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
     Returns:
-      f32[M, N].
+      f32[M, N] for every weight, with the bits that it has alone.
 
     Raises:
-      ValueError: a shape or dtype is another one, or the weight's rows are interleaved.
+      ValueError: a shape or dtype is another one, or a weight's rows are interleaved.
     """
-    one = in_stack(weight)
-    stack = cast(Bfloat16Weight, one.stack)
-    m, (n, k) = x.shape[0], one.shape
-    if stack.out_features is not None or x.dtype != jnp.bfloat16 or x.shape[1:] != (k,):
-        raise ValueError(
-            "triton_gpu multiplies bfloat16 x by a bfloat16 matrix stored row by row, "
-            f"got {x.dtype.name}{list(x.shape)} and a matrix of {(n, k)}"
-        )
+    kinds: dict[int, list[int]] = {}
+    for place, weight in enumerate(weights):
+        n, k = weight.shape
+        interleaved = cast(Bfloat16Weight, form(weight)).out_features is not None
+        if interleaved or x.dtype != jnp.bfloat16 or x.shape[1:] != (k,):
+            raise ValueError(
+                "triton_gpu multiplies bfloat16 x by bfloat16 matrices stored row by row, "
+                f"got {x.dtype.name}{list(x.shape)} and a matrix of {(n, k)}"
+            )
+        kinds.setdefault(steps_per_segment(-(-n // COLUMN_TILE), -(-k // STEP)), []).append(place)
+    found: dict[int, jax.Array] = {}
+    for per_segment, places in kinds.items():
+        alike = [in_stack(weights[place]) for place in places]
+        found |= zip(places, _alike(x, alike, per_segment, interpret), strict=True)
+    return tuple(found[place] for place in range(len(weights)))
+
+
+def _alike(
+    x: jax.Array, ones: Sequence[Stacked], per_segment: int, interpret: bool
+) -> list[jax.Array]:
+    """Multiplies x by weights of equal segments, in one kernel."""
+    (m, k), outputs = x.shape, [one.shape[0] for one in ones]
     tile = next((tile for tile in ROW_TILES if tile >= m), ROW_TILES[-1])
-    rows, columns, steps = -(-m // tile), -(-n // COLUMN_TILE), -(-k // STEP)
-    per_segment = steps_per_segment(columns, steps)
+    rows, steps = -(-m // tile), -(-k // STEP)
+    ends = list(itertools.accumulate(-(-n // COLUMN_TILE) for n in outputs))
+    firsts, columns = [0, *ends[:-1]], ends[-1]
     segments = -(-steps // per_segment)
     parts = segments if rows * columns < PROGRAMS else 1
     x = jnp.pad(x, ((0, rows * tile - m), (0, steps * STEP - k)))
-    values = lax.bitcast_convert_type(stack.bits, jnp.bfloat16)
+    stacks = [
+        lax.bitcast_convert_type(cast(Bfloat16Weight, one.stack).bits, jnp.bfloat16) for one in ones
+    ]
+
+    def of_weight(number: int) -> pl.BlockSpec:
+        first, last = firsts[number], ends[number] - 1
+        shape = (stacks[number].shape[0], COLUMN_TILE, k)
+        return pl.BlockSpec(shape, lambda i, j, s: (0, jnp.clip(j, first, last) - first, 0))
+
     sums: jax.Array = pl.pallas_call(
-        partial(_kernel, n=n, k=k, per_segment=per_segment, segments=segments // parts),
+        partial(
+            _kernel, outputs=outputs, firsts=firsts, ends=ends, k=k, per_segment=per_segment,
+            segments=segments // parts,
+        ),
         grid=(rows, columns, parts),
         in_specs=[
             pl.BlockSpec((tile, x.shape[1]), lambda i, j, s: (i, 0)),
-            pl.BlockSpec((None,), lambda i, j, s: (0,)),
-            pl.BlockSpec((values.shape[0], COLUMN_TILE, k), lambda i, j, s: (0, j, 0)),
+            [pl.BlockSpec((None,), lambda i, j, s: (0,)) for _ in ones],
+            [of_weight(number) for number in range(len(ones))],
         ],
         out_specs=pl.BlockSpec((None, tile, COLUMN_TILE), lambda i, j, s: (s, i, j)),
         out_shape=jax.ShapeDtypeStruct((parts, rows * tile, columns * COLUMN_TILE), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
-    )(x, one.index[None], values)
-    total = sums[0]
-    for part in range(1, parts):
-        total += sums[part]
-    return total[:m, :n]
+    )(x, [one.index[None] for one in ones], stacks)  # fmt: skip
+    total = reduce(jnp.add, [sums[part] for part in range(parts)])
+    starts = [first * COLUMN_TILE for first in firsts]
+    return [total[:m, start : start + n] for start, n in zip(starts, outputs, strict=True)]
 
 
 def steps_per_segment(columns: int, steps: int) -> int:
@@ -87,18 +116,41 @@ def steps_per_segment(columns: int, steps: int) -> int:
 
 
 def _kernel(
-    x: jax.Ref, index: jax.Ref, weights: jax.Ref, y: jax.Ref,
-    *, n: int, k: int, per_segment: int, segments: int,
+    x: jax.Ref, indices: Sequence[jax.Ref], weights: Sequence[jax.Ref], y: jax.Ref, *,
+    outputs: Sequence[int], firsts: Sequence[int], ends: Sequence[int], k: int,
+    per_segment: int, segments: int,
 ) -> None:  # fmt: skip
-    """Adds `segments` segments of a tile.
+    """Adds `segments` segments of a tile of outputs, of the weight that has it.
 
-    x: bf16[M, padded K]; weights: bf16[L, N, K], of which `index` is read; y: f32[M, N]. The sum
-    is [N, M], because Hopper takes the weight, its left operand, from registers.
+    x: bf16[M, padded K]; indices: int32[], and weights: bf16[L, N, K] of which they are read, for
+    every weight; y: f32[M, N].
     """
-    inside, number = None, index[...]
-    if n % COLUMN_TILE:
-        outputs = pl.program_id(1) * COLUMN_TILE + jnp.arange(COLUMN_TILE)
-        inside = (outputs < n)[:, None]
+    column, part = pl.program_id(1), pl.program_id(2)
+    for number, (n, first, end) in enumerate(zip(outputs, firsts, ends, strict=True)):
+
+        def own(number: int = number, n: int = n, first: int = first) -> None:
+            matrix = weights[number], indices[number][...]
+            rest = n - (column - first) * COLUMN_TILE if n % COLUMN_TILE else None
+            y[...] = _sum_of(x, *matrix, rest, k, per_segment, part * segments, segments)
+
+        if len(outputs) == 1:
+            own()
+        else:
+            pl.when((column >= first) & (column < end))(own)
+
+
+def _sum_of(
+    x: jax.Ref, weights: jax.Ref, index: jax.Array, rest: jax.Array | None, k: int,
+    per_segment: int, first: jax.Array, segments: int,
+) -> jax.Array:  # fmt: skip
+    """The sum of some segments from the first on, f32[M, N].
+
+    rest: how many outputs are left, None for enough.
+
+    The sum is computed as [N, M], because Hopper takes the weight, its left operand, from
+    registers.
+    """
+    inside = None if rest is None else (jnp.arange(COLUMN_TILE) < rest)[:, None]
     steps = x.shape[1] // STEP
 
     def add_step(step: jax.Array, total: jax.Array) -> jax.Array:
@@ -108,20 +160,19 @@ def _kernel(
             real = (step * STEP + jnp.arange(STEP) < k)[None, :]
             mask = real if inside is None else inside & real
         other = None if mask is None else 0.0
-        values = pltriton.load(weights.at[number, :, inputs], mask=mask, other=other)
+        values = pltriton.load(weights.at[index, :, inputs], mask=mask, other=other)
         return total + lax.dot_general(
             values, x[:, inputs], _CONTRACT_LAST, preferred_element_type=jnp.float32
         )
 
     def segment(number: jax.Array) -> jax.Array:
-        first = number * per_segment
+        begin = number * per_segment
         zeros = jnp.zeros((COLUMN_TILE, x.shape[0]), jnp.float32)
-        end = jnp.minimum(first + per_segment, steps)
-        sums: jax.Array = lax.fori_loop(first, end, add_step, zeros)
+        end = jnp.minimum(begin + per_segment, steps)
+        sums: jax.Array = lax.fori_loop(begin, end, add_step, zeros)
         return sums
 
-    first = pl.program_id(2) * segments
     total = segment(first)
     if segments > 1:
         total = lax.fori_loop(1, segments, lambda i, total: total + segment(first + i), total)
-    y[...] = total.T
+    return total.T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -11,17 +12,28 @@ from pallas_kernels.formats import Bfloat16Weight, Quantized
 from pallas_kernels.stacks import Stacked, form
 from pallas_kernels.triton_gpu import bfloat16_matmul, quantized_matmul
 
+Served = Quantized | Bfloat16Weight | Stacked
+
 
 def matmul(
+    x: jax.Array, weight: Served, activation: Activation = "a16", *, interpret: bool = False
+) -> jax.Array:
+    """Computes x · weightᵀ by the kernel of the weight's format; arguments as there."""
+    return products(x, (weight,), activation, interpret=interpret)[0]
+
+
+def products(
     x: jax.Array,
-    weight: Quantized | Bfloat16Weight | Stacked,
+    weights: Sequence[Served],
     activation: Activation = "a16",
     *,
     interpret: bool = False,
-) -> jax.Array:
-    """Computes x · weightᵀ by the kernel of the weight's format; arguments as there."""
-    if isinstance(form(weight), Bfloat16Weight):
-        plain = cast(Bfloat16Weight | Stacked, weight)
-        return bfloat16_matmul.matmul(x, plain, interpret=interpret)
-    quantized = cast(Quantized | Stacked, weight)
-    return quantized_matmul.matmul(x, quantized, activation, interpret=interpret)
+) -> tuple[jax.Array, ...]:
+    """Computes x · weightᵀ for every weight. bfloat16 matrices share a kernel: one launch."""
+    if all(isinstance(form(weight), Bfloat16Weight) for weight in weights):
+        plain = cast(Sequence[Bfloat16Weight | Stacked], weights)
+        return bfloat16_matmul.products(x, plain, interpret=interpret)
+    if len(weights) > 1:
+        return tuple(matmul(x, weight, activation, interpret=interpret) for weight in weights)
+    (quantized,) = cast(Sequence[Quantized | Stacked], weights)
+    return (quantized_matmul.matmul(x, quantized, activation, interpret=interpret),)

@@ -189,6 +189,24 @@ def test_the_meaning_is_the_reference(case: tuple) -> None:
 
 
 @interprets
+@pytest.mark.parametrize(("name", "activation"), [("int4 128", "a16"), ("int4 64 zeros", "a8")])
+def test_weights_that_share_a_kernel_have_the_bits_that_they_have_alone(
+    name: str, activation: str
+) -> None:
+    # Queries, keys and values; the last weight is of another kind and gets a kernel of its own.
+    x, names = random_rows(9, 1200), (name, name, name, "mxfp4")
+    weights = [
+        random_weight(each, n, 1200) for each, n in zip(names, (192, 64, 128, 64), strict=True)
+    ]
+    kernels = str(jax.make_jaxpr(lambda x: mosaic_gpu.products(x, weights, activation))(x))
+    assert kernels.count("name=specjax_matmul") == 2
+    call = jax.jit(mosaic_gpu.products, static_argnames=("activation", "interpret"))
+    together = call(x, weights, activation=activation, interpret=True)
+    for y, weight in zip(together, weights, strict=True):
+        np.testing.assert_array_equal(y, interpreted(x, weight, activation))
+
+
+@interprets
 @pytest.mark.parametrize(
     ("name", "activation"), [("int4 64 zeros", "a8"), ("int4 None zeros", "a8"), ("mxfp4", "a16")]
 )
@@ -211,7 +229,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeyp
     y = interpreted(x, weight, activation)
     np.testing.assert_array_equal(interpreted(x[:1], weight, activation), y[:1])
     np.testing.assert_array_equal(interpreted(x[::-1][:9], weight, activation)[::-1], y[24:])
-    plan = quantized_matmul.make_plan(33, weight, activation, interpret=True)
+    plan = quantized_matmul.make_plan(33, [weight], activation, interpret=True)
     assert plan.parts == plan.segments == 2
     whole = dataclasses.replace(plan, parts=1)
     monkeypatch.setattr(quantized_matmul, "make_plan", lambda *_: whole)
@@ -225,7 +243,7 @@ def test_rows_choose_no_order_of_summation(name: str) -> None:
     weight = random_weight(name, 192, 5000)
     for activation in ("a16", "a8"):
         plans = [
-            quantized_matmul.make_plan(m, weight, activation)
+            quantized_matmul.make_plan(m, [weight], activation)
             for m in (1, 8, 9, 40, 200, 5000, 10**6)
         ]
         orders = {(p.blocks, p.per_segment, p.group, p.width, p.decoder) for p in plans}

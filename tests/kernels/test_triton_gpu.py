@@ -112,3 +112,12 @@ def test_a_matrix_in_a_stack_has_the_bits_of_the_matrix_alone(name: str) -> None
     np.testing.assert_array_equal(product(one), product(weight))
     text = lowered(matmul, x, one)
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
+
+
+def test_bfloat16_matrices_that_share_a_kernel_have_the_bits_that_they_have_alone() -> None:
+    x, weights = random_rows(17, 1536), [random_bfloat16(n, 1536) for n in (192, 72, 64)]
+    assert lowered(matmul, x, tuple(weights)).count("custom_call @__gpu$xla.gpu.triton") == 1
+    together = jax.jit(partial(triton_gpu.products, interpret=True))(x, weights)
+    for y, weight in zip(together, weights, strict=True):
+        alone = jax.jit(partial(triton_gpu.matmul, interpret=True))(x, weight)
+        np.testing.assert_array_equal(y, alone)
