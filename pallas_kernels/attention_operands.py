@@ -94,6 +94,32 @@ def limits(
     return columns, jnp.clip(blocks, 0, slots // BLOCK)
 
 
+def chain_limits(
+    length: jax.Array, tile: jax.Array, *, rows: int, rows_per_token: int, window: int | None
+) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+    """The `limits` of one tile of a chain, computed by the kernel that reads it.
+
+    Padding rows belong to tokens after the last, so that the number of tokens changes nothing.
+
+    length: int32[], slots of context; tile: int32[], the tile's number; rows: of a tile.
+
+    Returns:
+      The first slot that each row sees and the end, int32[rows, 1] each; the first block that the
+      tile reads and the end, int32[] each.
+    """
+
+    def ends(row: jax.Array) -> jax.Array:
+        return length + row // rows_per_token + 1
+
+    def begins(end: jax.Array) -> jax.Array:
+        return jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
+
+    end = ends(tile * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0))
+    first_block = begins(ends(tile * rows)) // BLOCK
+    end_block = (ends(tile * rows + rows - 1) + BLOCK - 1) // BLOCK
+    return [begins(end), end], (first_block, end_block)
+
+
 def _within(mask: jax.Array, positions: jax.Array, window: int | None, sinks: int) -> jax.Array:
     """Removes tokens `window` or more positions back from mask: bool[B, T, T]."""
     if window is None:

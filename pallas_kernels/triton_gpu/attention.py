@@ -23,7 +23,9 @@ tuned tiles and segments. A long prompt reads the cache once per ROW_TILE of its
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,26 +92,60 @@ def attention(
     if reason is not None:
         raise ValueError(reason)
     slots, kv_heads = keys.shape[2:4]
-    limits, blocks = shared.limits(
-        lengths, positions, mask, window, sinks,
-        rows_per_token=queries.shape[2] // kv_heads, tile=ROW_TILE, slots=slots,
+    per_token = queries.shape[2] // kv_heads
+    tiles = partial(
+        shared.chain_limits,
+        rows=ROW_TILE, rows_per_token=per_token, window=window,
     )  # fmt: skip
+    shown: list[jax.Array] = []
+    if mask is not None:
+        shown += shared.limits(
+            lengths, positions, mask, window, sinks,
+            rows_per_token=per_token, tile=ROW_TILE, slots=slots,
+        )  # fmt: skip
     rows = shared.by_kv_head(queries, kv_heads, ROW_TILE)
     sinks = 0 if window is None else sinks
+    visible = partial(_visible, tiles, slots // BLOCK)
     states = _segments(
-        rows, limits, blocks, lengths, layer, keys, values, sinks, head_scale, interpret
+        rows, shown, lengths, layer, keys, values, visible, sinks, head_scale, interpret
     )
-    return shared.by_token(_merged(blocks, states, sinks, interpret), queries.shape)
+    merged = _merged(shown, lengths, states, visible, sinks, interpret)
+    return shared.by_token(merged, queries.shape)
+
+
+def _visible(
+    tiles: Callable[..., Any], end: int, shown: Sequence[jax.Ref], length: jax.Array, n: jax.Array
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """What a tile of rows sees: columns as in `shared.visible`, its first block and the end.
+
+    shown: `shared.limits` of the tile, or nothing for a chain; n: the tile's number.
+    """
+    if not shown:
+        columns, blocks = tiles(length, n)
+        return columns, *(jnp.minimum(each, end) for each in blocks)
+    limits, read = shown
+    columns = [limits[:, pl.ds(i, 1)] for i in range(limits.shape[1])]
+    return columns, read[0], read[1]
+
+
+def _of_tile(shown: Sequence[jax.Array]) -> list[pl.BlockSpec]:
+    """How programs (row, head, tile, …) read `shared.limits`."""
+    if not shown:
+        return []
+    return [
+        pl.BlockSpec((None, ROW_TILE, shown[0].shape[2]), lambda i, j, n, *_: (i, n, 0)),
+        pl.BlockSpec((None, None, 2), lambda i, j, n, *_: (i, n, 0)),
+    ]
 
 
 def _segments(
     rows: jax.Array,
-    limits: jax.Array,
-    blocks: jax.Array,
+    shown: Sequence[jax.Array],
     lengths: jax.Array,
     layer: jax.Array,
     keys: Entries,
     values: Entries,
+    visible: Callable[..., Any],
     sinks: int,
     head_scale: float,
     interpret: bool,
@@ -128,6 +164,7 @@ def _segments(
     states: list[jax.Array] = pl.pallas_call(
         partial(
             _read_segment,
+            visible=visible,
             width=_plane_width(e, keys),
             sinks=sinks,
             scale=shared.exponent_scale(head_scale),
@@ -135,8 +172,7 @@ def _segments(
         grid=(b, kv_heads, r // ROW_TILE, segments),
         in_specs=[
             pl.BlockSpec((None, None, ROW_TILE, e), lambda i, j, n, s: (i, j, n, 0)),
-            pl.BlockSpec((None, ROW_TILE, limits.shape[2]), lambda i, j, n, s: (i, n, 0)),
-            pl.BlockSpec((None, None, 2), lambda i, j, n, s: (i, n, 0)),
+            _of_tile(shown),
             pl.BlockSpec((None,), lambda i, j, n, s: (i,)),
             pl.BlockSpec((None,), lambda i, j, n, s: (0,)),
             *([of_head(part) for part in jax.tree.leaves(entries)] for entries in (keys, values)),
@@ -148,40 +184,38 @@ def _segments(
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
         interpret=interpret,
-    )(rows, limits, blocks, lengths, layer[None], jax.tree.leaves(keys), jax.tree.leaves(values))
+    )(rows, list(shown), lengths, layer[None], jax.tree.leaves(keys), jax.tree.leaves(values))
     return states
 
 
 def _read_segment(
     q: jax.Ref,
-    limits: jax.Ref,
-    blocks: jax.Ref,
+    shown: list[jax.Ref],
     length: jax.Ref,
     layer: jax.Ref,
     keys: list[jax.Ref],
     values: list[jax.Ref],
     *state: jax.Ref,
+    visible: Callable[..., Any],
     width: int,
     sinks: int,
     scale: float,
 ) -> None:
     """Computes one segment's state for one tile of R = ROW_TILE rows. The first reads the sinks.
 
-    q: [R, E]; limits: int32[R, columns]; blocks: int32[2], the tile's first block and the end;
-    layer: int32[]; keys, values: [L, S, E] in a list, or codes, scales and zeros; state: f32[R]
-    twice and f32[R, E].
+    q: [R, E]; shown, visible: see `_visible`; length, layer: int32[]; keys, values: [L, S, E] in a
+    list, or codes, scales and zeros; state: f32[R] twice and f32[R, E].
     """
-    segment = pl.program_id(3)
-    first = jnp.maximum(blocks[0], segment * SEGMENT)
-    end = jnp.minimum(blocks[1], (segment + 1) * SEGMENT)
-    apart = jnp.where(segment == 0, shared.blocks_apart(blocks[0], sinks), 0)
+    context, number, segment = length[...], layer[...], pl.program_id(3)
+    columns, first_block, end_block = visible(shown, context, pl.program_id(2))
+    first = jnp.maximum(first_block, segment * SEGMENT)
+    end = jnp.minimum(end_block, (segment + 1) * SEGMENT)
+    apart = jnp.where(segment == 0, shared.blocks_apart(first_block, sinks), 0)
 
     @pl.when((first < end) | (apart > 0))
     def read() -> None:
         planes = [pl.ds(i, width) for i in range(0, q.shape[1], width)]
         parts = [q[:, plane] for plane in planes]
-        columns = [limits[:, pl.ds(i, 1)] for i in range(limits.shape[1])]
-        context, number = length[...], layer[...]
 
         def add(block: jax.Array, before: shared.State) -> shared.State:
             decoded, scales = _decode(keys, number, block, len(planes))
@@ -226,14 +260,22 @@ def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers)
     return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
 
 
-def _merged(blocks: jax.Array, states: list[jax.Array], sinks: int, interpret: bool) -> jax.Array:
+def _merged(
+    shown: Sequence[jax.Array],
+    lengths: jax.Array,
+    states: list[jax.Array],
+    visible: Callable[..., Any],
+    sinks: int,
+    interpret: bool,
+) -> jax.Array:
     """Merges the states of all segments -> f32[B, K, R, E]."""
     b, kv_heads, segments, r, e = states[2].shape
     y: jax.Array = pl.pallas_call(
-        partial(_merge_segments, sinks=sinks),
+        partial(_merge_segments, visible=visible, sinks=sinks),
         grid=(b, kv_heads, r // ROW_TILE),
         in_specs=[
-            pl.BlockSpec((None, None, 2), lambda i, j, n: (i, n, 0)),
+            _of_tile(shown),
+            pl.BlockSpec((None,), lambda i, j, n: (i,)),
             *[pl.BlockSpec((None, None, segments, ROW_TILE), lambda i, j, n: (i, j, 0, n))] * 2,
             pl.BlockSpec((None, None, segments, ROW_TILE, e), lambda i, j, n: (i, j, 0, n, 0)),
         ],
@@ -241,12 +283,20 @@ def _merged(blocks: jax.Array, states: list[jax.Array], sinks: int, interpret: b
         out_shape=jax.ShapeDtypeStruct((b, kv_heads, r, e), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-    )(blocks, *states)
+    )(list(shown), lengths, *states)
     return y
 
 
 def _merge_segments(
-    blocks: jax.Ref, maximum: jax.Ref, total: jax.Ref, sums: jax.Ref, y: jax.Ref, *, sinks: int
+    shown: list[jax.Ref],
+    length: jax.Ref,
+    maximum: jax.Ref,
+    total: jax.Ref,
+    sums: jax.Ref,
+    y: jax.Ref,
+    *,
+    visible: Callable[..., Any],
+    sinks: int,
 ) -> None:
     """Merges one tile's segments: f32[segments, R] twice, f32[segments, R, E] -> y: f32[R, E]."""
 
@@ -254,8 +304,9 @@ def _merge_segments(
         later = maximum[segment, :][:, None], total[segment, :][:, None], (sums[segment, :, :],)
         return shared.merge(state, later)
 
-    first = blocks[0] // SEGMENT
-    end = jnp.where(blocks[0] < blocks[1], pl.cdiv(blocks[1], SEGMENT), first)
+    _, first_block, end_block = visible(shown, length[...], pl.program_id(2))
+    first = first_block // SEGMENT
+    end = jnp.where(first_block < end_block, pl.cdiv(end_block, SEGMENT), first)
     state = shared.start(y.shape[0], y.shape[1:])
     if sinks:
         state = lax.fori_loop(0, shared.blocks_apart(first, sinks), add, state)
