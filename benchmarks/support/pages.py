@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from statistics import median
 from typing import Any
 
+from benchmarks.support import gpu_tables
 from benchmarks.support.results import Result, Rows, figure, load_all, plain
 from benchmarks.support.tables import table
 
@@ -51,12 +52,16 @@ text here.
 class Section:
     """The tables of one benchmark."""
 
-    module: str  # "speed.drafters": its folder is the subject
+    module: str  # "speed.drafters": its folder is the subject; without one, the kernels
     files: str  # the pattern of its results' names
     title: str
     note: str = ""
     render: Callable[[Rows], str] = plain
     apart: bool = False  # a table per file: each has its own plain decoding
+
+    @property
+    def subject(self) -> str:
+        return self.module.rpartition(".")[0] or "kernels"
 
 
 def pages() -> dict[str, str]:
@@ -83,7 +88,7 @@ def _index(results: Sequence[Result]) -> str:
 def _page(subject: str, results: Sequence[Result]) -> str:
     parts = [f"# Measurements: {subject}", SUBJECTS[subject]]
     for section in SECTIONS:
-        if section.module.split(".")[0] != subject:
+        if section.subject != subject:
             continue
         mine = [r for r in results if fnmatch(r.name.split("/")[1], section.files) and r.quotable]
         if not mine:
@@ -101,6 +106,8 @@ def _page(subject: str, results: Sequence[Result]) -> str:
 
 
 def _processor(result: Result) -> str:
+    if result.environment["device"] != "cpu":
+        return str(result.environment["device"])
     return f"{result.environment['processor']}, {result.environment['cores']} cores"
 
 
@@ -309,6 +316,10 @@ SECTIONS = (
             "*speedup* is over plain decoding in the same run. *16-bit head* keeps the output "
             "matrix in 16 bits; *4-bit target* rows compare with plain decoding of that model.",
             _drafters, apart=True),
+    Section("speed.wide", "wide*", "Drafters on a GPU, a billion parameters",
+            "`tiny-16bit` widened as above, its prompts read inside the time. *identical*: outputs "
+            "that are plain decoding's; *round ms*: one turn of the loop; *compile s*: of all "
+            "programs at once, on 16 cores.", gpu_tables.wide),
     Section("speed.qspec", "qspec", "QSpec on `tiny`"),
     Section("speed.planner", "planner", "Predicted and measured speed-up"),
     Section("speed.drafter_cost", "drafter_cost*", "Cost of drafters without a model",
@@ -323,6 +334,13 @@ SECTIONS = (
             "Medians over the layers' shapes of several models. The limit is the memory's or the "
             "arithmetic's rate, whichever binds, from the same run. *takes*: time over ours.",
             _products),
+    Section("gpu_check", "gpu_check", "Kernels on a GPU: numerics and exactness",
+            "Fresh random inputs beside float64; *error of bound*: the worst error as a part of "
+            "what float32 sums may err; rows and tokens alone and in company, bit for bit; QSpec "
+            "on `tiny` beside plain decoding.", gpu_tables.checked),
+    Section("gpu_check", "gpu_speed", "Kernels on a GPU: speed",
+            "Attention with Llama-3-8B's heads, and some of its layers, beside the device's "
+            "measured limits. Microseconds with a launch that prepares x.", gpu_tables.timed),
     Section("kernels.sampling", "sampling", "Choosing a token", "Milliseconds."),
     Section("kernels.compile_check_tpu", "compile_check_tpu*", "Kernels compiled for TPUs",
             "Compiled without a device; none has run on one.", _compiled),

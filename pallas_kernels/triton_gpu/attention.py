@@ -14,8 +14,8 @@ summed in float32.
 Summation order: blocks in slot order within a segment, then segments; one product of ROW_TILE rows
 per block. Segments and blocks begin at fixed slots, and T sets only the number of tiles, so a row's
 bits depend neither on T nor on its neighbours. This relies on tensor cores treating the rows of a
-product alike, which they are known to do. The program for a mask computes visibility differently,
-and the compiler could reorder its float operations. This has not been verified on a GPU.
+product alike, which `benchmarks/gpu_check.py` confirms on an H100. The program for a mask computes
+visibility differently, and the compiler could reorder its float operations.
 
 Not implemented: float32, whose products spill registers; heads whose width is not a power of two;
 tuned tiles and segments. A long prompt reads the cache once per ROW_TILE of its rows.
