@@ -204,8 +204,8 @@ class Verified:
         +inf, and not all are -inf.
     nodes: int32[B, N], the accepted proposals' numbers; the first `accepted` are valid; None: a
         chain.
-    distributions: f32[B, N + 1, V], the target's distribution of every emitted token; None when
-        decoding greedily.
+    distributions: f32[B, N + 1, V], what every emitted token was drawn from; None when decoding
+        greedily, and for the target if drafts were chosen without chance: nobody asks for it.
     logprobs: of every emitted token, N + 1 per row; None: nobody asked for them.
     """
 

@@ -1,8 +1,8 @@
 """Verification: one precise pass scores a whole proposal, and the acceptance rule judges it.
 
-Drafts that were chosen without chance are compared with the target's own tokens. Drafts that were
-drawn go through the rejection rule (`specjax.speculation.acceptance`), which keeps the target's
-distribution.
+Drafts that were chosen without chance are compared with the target's own tokens, which are drawn on
+the way (`specjax.speculation.walk`). Drafts that were drawn go through the rejection rule
+(`specjax.speculation.acceptance`), which keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from specjax.speculation.acceptance import (
     sample_path,
 )
 from specjax.speculation.logprobs import score_emitted
-from specjax.speculation.sampling import draw, greedy, probabilities
+from specjax.speculation.sampling import greedy, probabilities
 from specjax.speculation.state import DecodeState, Proposal, Verified
+from specjax.speculation.walk import walk
 
 
 def verify(
@@ -123,11 +124,8 @@ def _judge(state: DecodeState, proposal: Proposal, logits: jax.Array) -> Verifie
     possible = logits
     if proposal.allowed is not None:
         possible = jnp.where(_unpack(proposal.allowed, state.vocab_size), logits, -jnp.inf)
-    choices, distributions = greedy(possible), _distributions(state, proposal, possible)
-    if proposal.parents is None:
-        verified = _judge_chain(state, proposal, logits, choices, distributions)
-    else:
-        verified = _judge_tree(state, proposal, logits, choices, distributions)
+    judged = _judge_chain if proposal.parents is None else _judge_tree
+    verified = judged(state, proposal, logits, possible)
     if state.logprobs is not None:
         behind = logits if verified.nodes is None else _along(logits, verified.nodes)
         scored = score_emitted(behind, verified.emitted, state.logprobs.k)
@@ -136,18 +134,20 @@ def _judge(state: DecodeState, proposal: Proposal, logits: jax.Array) -> Verifie
 
 
 def _judge_chain(
-    state: DecodeState,
-    proposal: Proposal,
-    logits: jax.Array,
-    choices: jax.Array,
-    distributions: jax.Array | None,
+    state: DecodeState, proposal: Proposal, logits: jax.Array, possible: jax.Array
 ) -> Verified:
     tokens, counts = proposal.tokens, proposal.counts
     assert counts is not None
-    if distributions is None or proposal.distributions is None:
-        emitted = _own_tokens(state, proposal, choices, distributions)
-        accepted = matching_chain(tokens, counts, emitted)
+    choices, distributions = greedy(possible), None
+    if state.sampling is None:
+        emitted, accepted = choices, matching_chain(tokens, counts, choices)
+    elif proposal.distributions is None:
+        meant = jnp.arange(tokens.shape[1]) < counts[:, None]
+        end = walk(state, proposal, meant, possible)
+        emitted, distributions = end.emitted, end.distributions
+        accepted = jnp.sum(end.nodes >= 0, axis=1, dtype=jnp.int32)
     else:
+        distributions = probabilities(possible, state.sampling, state.earlier(tokens))
         accepted, emitted = rejection_sample(
             state.round_keys(purpose=1), tokens, counts, proposal.distributions, distributions
         )
@@ -159,53 +159,35 @@ def _judge_chain(
 
 
 def _judge_tree(
-    state: DecodeState,
-    proposal: Proposal,
-    logits: jax.Array,
-    choices: jax.Array,
-    distributions: jax.Array | None,
+    state: DecodeState, proposal: Proposal, logits: jax.Array, possible: jax.Array
 ) -> Verified:
     tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
     assert counts is not None and parents is not None
     meant = jnp.arange(tokens.shape[1]) < counts[:, None]
     if proposal.verifiable is not None:
         meant &= proposal.verifiable
-    if distributions is None or proposal.distributions is None:
-        own = _own_tokens(state, proposal, choices, distributions)
-        accepted, nodes = matching_path(tokens, parents, meant, own)
-        emitted = _along(own, nodes)
+    choices, distributions = greedy(possible), None
+    if state.sampling is None:
+        accepted, nodes = matching_path(tokens, parents, meant, choices)
+        emitted = _along(choices, nodes)
+    elif proposal.distributions is None:
+        end = walk(state, proposal, meant, possible)
+        emitted, nodes, distributions = end.emitted, end.nodes[:, :-1], end.distributions
+        accepted = jnp.sum(nodes >= 0, axis=1, dtype=jnp.int32)
     else:
+        earlier = state.earlier(tokens, trees.ancestors(parents))
+        everywhere = probabilities(possible, state.sampling, earlier)
         accepted, nodes, emitted = sample_path(
-            state.round_keys(purpose=1), tokens, parents, meant,
-            proposal.distributions, distributions,
-        )  # fmt: skip
+            state.round_keys(purpose=1), tokens, parents, meant, proposal.distributions, everywhere
+        )
+        distributions = _along(everywhere, nodes)
     last = jnp.max(nodes, axis=1, keepdims=True, initial=-1)
     return Verified(
         proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32), accepted=accepted,
         nodes=nodes, tested=accepted + jnp.any(meant & (parents == last), axis=1),
         emitted=emitted, count=accepted, logits=logits, choices=choices,
-        finite=_along(_finite(logits), nodes),
-        distributions=None if distributions is None else _along(distributions, nodes),
+        finite=_along(_finite(logits), nodes), distributions=distributions,
     )  # fmt: skip
-
-
-def _own_tokens(
-    state: DecodeState, proposal: Proposal, choices: jax.Array, distributions: jax.Array | None
-) -> jax.Array:
-    """The token that plain decoding would emit at each place, int32[B, N + 1].
-
-    A draw depends only on the row's key and the token's place in the text, so a draft that was
-    chosen without chance changes no output, sampled ones neither.
-    """
-    if distributions is None:
-        return choices
-    rows, places, vocabulary = distributions.shape
-    ahead = jnp.broadcast_to(jnp.arange(places), (rows, places))
-    if proposal.parents is not None:
-        depths = trees.depths(trees.ancestors(proposal.parents)) + 1
-        ahead = jnp.pad(depths, ((0, 0), (1, 0)))
-    keys = state.place_keys(ahead)
-    return draw(keys.reshape(-1), distributions.reshape(-1, vocabulary)).reshape(rows, places)
 
 
 def _unpack(bits: UInt32[Array, "B N words"], size: int) -> Bool[Array, "B N {size}"]:
@@ -220,14 +202,6 @@ def _finite(logits: jax.Array) -> jax.Array:
     NaN outlasts `row_max`, but not every library's maximum.
     """
     return jnp.isfinite(row_max(logits)[..., 0])
-
-
-def _distributions(state: DecodeState, proposal: Proposal, logits: jax.Array) -> jax.Array | None:
-    """Returns the target's distribution at every place, f32[B, N + 1, V], or None when greedy."""
-    if state.sampling is None:
-        return None
-    paths = None if proposal.parents is None else trees.ancestors(proposal.parents)
-    return probabilities(logits, state.sampling, state.earlier(proposal.tokens, paths))
 
 
 def _along(values: jax.Array, nodes: jax.Array) -> jax.Array:

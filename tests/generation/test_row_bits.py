@@ -119,7 +119,9 @@ def test_distributions_of_a_pass(vocabulary: int, compiled: str) -> None:
     def run(width: int, tree: tuple[int, ...] | None, state: DecodeState) -> jax.Array:
         tokens = drafts[: len(state.lengths), :width]
         parents = None if tree is None else jnp.broadcast_to(jnp.array(tree), tokens.shape)
-        verified, _ = verify(params, state, Proposal(tokens, parents=parents))
+        drawn = jax.nn.one_hot(tokens, vocabulary)  # so that the rule asks for all distributions
+        proposal = Proposal(tokens, parents=parents, distributions=drawn)
+        verified, _ = verify(params, state, proposal)
         return verified.distributions[0]
 
     def distributions(rows: int, width: int, tree: tuple[int, ...] | None = None) -> np.ndarray:

@@ -29,6 +29,8 @@ from specjax.speculation import trees
 from specjax.speculation.acceptance import sample_path
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
+from specjax.speculation.state import Proposal
+from specjax.speculation.walk import Walk, walk
 from tests.kernels.test_cpu_attention import CACHES, as_a_chain, make_case, operands_of, same_bits
 from tests.support.covering import left_out, representatives
 from tests.support.random_models import CONFIG, random_model, random_prompts
@@ -296,6 +298,38 @@ def outcomes(draft: Draft, target: np.ndarray) -> dict[tuple[tuple[int, ...], in
 
     follow((), 1.0)
     return found
+
+
+def test_a_round_draws_as_many_tokens_as_it_gains() -> None:
+    """A row walks down the tree; the loop ends with the row that keeps most."""
+    state = start(
+        TARGET, PROMPTS[:3], max_new_tokens=NEW, sampling=Sampling(temperature=0.9, top_p=0.9),
+        key=jax.random.key(4), drafter=specjax.Autoregressive(), stop_tokens=(),
+    )  # fmt: skip
+    parents = jnp.array([[-1, -1, 1, 1, 3]] * 3)
+    logits = jax.random.normal(jax.random.key(5), (3, 6, CONFIG.vocab_size))
+    meant = jnp.ones((3, 5), bool)
+
+    def end(tokens: jax.Array) -> Walk:
+        return jax.jit(walk)(state, Proposal(tokens, parents=parents), meant, logits)
+
+    tokens = jnp.full((3, 5), -1)
+    first = end(tokens)
+    assert int(first.depth) == 1 and not (np.asarray(first.nodes) >= 0).any()
+    # Row 0 goes on by node 1, then by node 3; row 1 by node 0, which has no child.
+    tokens = tokens.at[0, 1].set(first.emitted[0, 0]).at[1, 0].set(first.emitted[1, 0])
+    second = end(tokens)
+    assert int(second.depth) == 2
+    third = end(tokens.at[0, 3].set(second.emitted[0, 1]))
+    assert int(third.depth) == 3 and third.distributions is None
+    np.testing.assert_array_equal(third.nodes[:, :3], [[1, 3, -1], [0, -1, -1], [-1, -1, -1]])
+    np.testing.assert_array_equal(third.emitted[:, :1], first.emitted[:, :1])
+    np.testing.assert_array_equal(third.emitted[:, 3:], 0)
+    # What is not meant is not kept, and finished rows draw nothing.
+    meant = meant.at[0, 1].set(False)
+    state = dataclasses.replace(state, finished=jnp.array([False, True, False]))
+    last = end(tokens)
+    assert int(last.depth) == 1 and int(last.emitted[1, 0]) == 0
 
 
 KINDS = (without_chance, independent, without_replacement)
