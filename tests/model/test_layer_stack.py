@@ -18,7 +18,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.stacks import Stacked
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, _empty
-from specjax.model.params import Params, unstack_layers
+from specjax.model.params import Params, stack_layers, unstack_layers
 from specjax.model.transformer import forward
 from specjax.speculation import trees
 from tests.support.covering import left_out, representatives
@@ -216,3 +216,14 @@ def test_products_with_a_matrix_of_a_stack(implementation) -> None:
 def test_jax_takes_a_stack_over_without_a_copy() -> None:
     whole = _empty((5, 3, 7), np.dtype(jnp.bfloat16))
     assert jax.device_put(whole).unsafe_buffer_pointer() == whole.ctypes.data
+
+
+def test_gpus_read_stacks_of_fewer_than_2_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = unstack_layers(quantized_model(DEEP))
+    huge = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2**29,), leaf.dtype), params.layers)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert isinstance(stack_layers(params).layers, LayerStack)
+    large = dataclasses.replace(params, layers=huge)
+    assert stack_layers(large) is large
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert stack_layers(params) is params
