@@ -58,7 +58,7 @@ from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
 from pallas_kernels.weight_values import dequantize
 
 PARTS = ("products", "attention", "decoding", "speed")
-SECONDS = 400  # of measuring; the checks before take one to two minutes
+SECONDS = 240  # of measuring; the checks before take up to five minutes
 SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
 ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
 SCALES = dict(zip(GROUP_SIZES, ("float16", "float32", "bfloat16", "bfloat16"), strict=True))
