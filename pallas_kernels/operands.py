@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,17 @@ def multiplicands(
         return quantize_activations(x.astype(jnp.float32), activation, group_size)
     groups = x.shape[1] // (group_size or x.shape[1])
     return x.astype(jnp.bfloat16), jnp.ones((x.shape[0], groups), jnp.float32)
+
+
+def by_kind(
+    kinds: Sequence[Hashable], multiply: Callable[[list[int]], Iterable[jax.Array]]
+) -> tuple[jax.Array, ...]:
+    """Calls multiply(places) once for the places of every kind; returns the results by place."""
+    found: dict[int, jax.Array] = {}
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, each in enumerate(kinds) if each == kind]
+        found |= zip(places, multiply(places), strict=True)
+    return tuple(found[place] for place in range(len(kinds)))
 
 
 def group_parts(weight: Quantized) -> dict[str, jax.Array]:

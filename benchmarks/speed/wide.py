@@ -6,7 +6,7 @@ prompts read inside the time, on the same kernels. `speedup` is plain decoding's
 drafter's, the geometric mean over batches and turns, with its 95 % interval. Programs are compiled
 before; `compile_s` is the first call's time. Every output is compared with plain decoding's.
 
-    python -m benchmarks.speed.wide --json OUT [--batch 1 8 32] [--cases plain4 qspec4]
+    python -m benchmarks.speed.wide --json OUT [--batch 1 8 32] [--cases "Auto, 4 bits"]
 """
 
 from __future__ import annotations

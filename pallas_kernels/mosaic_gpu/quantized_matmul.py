@@ -38,7 +38,7 @@ from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, pa
 from pallas_kernels.mosaic_gpu import words
 from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
-from pallas_kernels.operands import check, group_parts, multiplicands
+from pallas_kernels.operands import by_kind, check, group_parts, multiplicands
 from pallas_kernels.stacks import Stacked, form, in_stack, taken_shapes
 
 FourBits = Int4Weight | Mxfp4Weight
@@ -94,25 +94,24 @@ def products(
     Raises:
       ValueError: the kernel does not serve a weight, a shape or a dtype.
     """
-    kinds: dict[Any, list[int]] = {}
-    for place, weight in enumerate(weights):
-        one = taken_shapes(weight)
+    shapes = [taken_shapes(weight) for weight in weights]
+    for one in shapes:
         check(x, one, activation)
         if not supports(one):
             raise ValueError(
                 "mosaic_gpu serves Int4Weight and Mxfp4Weight without minima and with a multiple "
                 f"of {COLUMN_TILES[-1]} outputs, got {type(one).__name__} of shape {one.shape}"
             )
-        kinds.setdefault(_kind(one), []).append(place)
-    found: dict[int, jax.Array] = {}
-    for places in kinds.values():
+
+    def multiply(places: list[int]) -> list[jax.Array]:
         alike = tuple(in_stack(weights[place]) for place in places)
-        found |= zip(places, _alike(x, alike, activation, interpret), strict=True)
-    return tuple(found[place] for place in range(len(weights)))
+        return _alike(x, alike, activation, interpret)
+
+    return by_kind([_kind(one) for one in shapes], multiply)
 
 
 def _kind(weight: FourBits) -> tuple[Any, ...]:
-    """What weights that share a kernel have in common: their format and their segments."""
+    """The format and the segments, which are the same for all weights of one kernel."""
     parts = {name: (part.dtype, part.shape[1]) for name, part in group_parts(weight).items()}
     n, blocks = weight.shape[0], weight.packed.shape[1] // PLANE
     return type(weight), weight.group_size, tuple(parts.items()), _segment(n, blocks)

@@ -116,7 +116,7 @@ def attention(
 def _visible(
     tiles: Callable[..., Any], end: int, shown: Sequence[jax.Ref], length: jax.Array, n: jax.Array
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """What a tile of rows sees: columns as in `shared.visible`, its first block and the end.
+    """Returns a tile's columns as in `shared.visible`, the first block that it reads and the end.
 
     shown: `shared.limits` of the tile, or nothing for a chain; n: the tile's number.
     """

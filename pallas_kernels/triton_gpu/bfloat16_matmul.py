@@ -1,6 +1,6 @@
 """The product of bfloat16 x and a bfloat16 matrix, for NVIDIA GPUs from Ampere on.
 
-XLA's own product is no alternative: it sums in another order for another number of rows.
+XLA's own product cannot serve here: it sums in another order for another number of rows.
 
 The inputs are split into segments of whole steps, by the shape of the weight alone. The kernel
 computes the sum of each segment from its first step to its last, and the segments are added from
@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.operands import by_kind
 from pallas_kernels.stacks import Stacked, form, in_stack
 
 STEP = 128  # inputs per product
@@ -50,8 +51,8 @@ def products(
     Raises:
       ValueError: a shape or dtype is another one, or a weight's rows are interleaved.
     """
-    kinds: dict[int, list[int]] = {}
-    for place, weight in enumerate(weights):
+    segments = []
+    for weight in weights:
         n, k = weight.shape
         interleaved = cast(Bfloat16Weight, form(weight)).out_features is not None
         if interleaved or x.dtype != jnp.bfloat16 or x.shape[1:] != (k,):
@@ -59,12 +60,13 @@ def products(
                 "triton_gpu multiplies bfloat16 x by bfloat16 matrices stored row by row, "
                 f"got {x.dtype.name}{list(x.shape)} and a matrix of {(n, k)}"
             )
-        kinds.setdefault(steps_per_segment(-(-n // COLUMN_TILE), -(-k // STEP)), []).append(place)
-    found: dict[int, jax.Array] = {}
-    for per_segment, places in kinds.items():
+        segments.append(steps_per_segment(-(-n // COLUMN_TILE), -(-k // STEP)))
+
+    def multiply(places: list[int]) -> list[jax.Array]:
         alike = [in_stack(weights[place]) for place in places]
-        found |= zip(places, _alike(x, alike, per_segment, interpret), strict=True)
-    return tuple(found[place] for place in range(len(weights)))
+        return _alike(x, alike, segments[places[0]], interpret)
+
+    return by_kind(segments, multiply)
 
 
 def _alike(

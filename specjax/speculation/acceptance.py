@@ -26,7 +26,7 @@ def matching_chain(
     Returns:
       int32[B], drafts that are kept. The row's next tokens are that many of `own` and one more.
     """
-    return _leading((own[:, :-1] == proposed) & _meant(proposed, drafted))
+    return _leading((own[:, :-1] == proposed) & counted(proposed, drafted))
 
 
 def rejection_sample(
@@ -58,7 +58,7 @@ def rejection_sample(
     chosen = proposed[..., None]
     p = jnp.take_along_axis(target[:, :n], chosen, axis=-1)[..., 0]
     q = jnp.take_along_axis(draft, chosen, axis=-1)[..., 0]
-    accepted = _leading((uniform * q < p) & _meant(proposed, drafted))
+    accepted = _leading((uniform * q < p) & counted(proposed, drafted))
     rejected = accepted < drafted
     q_there = jnp.where(rejected[:, None], _at(draft, accepted), 0)
     residual = _remainder(_at(target, accepted), q_there)
@@ -167,7 +167,7 @@ def _at(values: jax.Array, index: jax.Array) -> jax.Array:
     return found
 
 
-def _meant(proposed: jax.Array, drafted: jax.Array) -> jax.Array:
+def counted(proposed: jax.Array, drafted: jax.Array) -> jax.Array:
     """Returns which proposals count, bool[B, N]."""
     return jnp.arange(proposed.shape[1]) < drafted[:, None]
 

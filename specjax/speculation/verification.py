@@ -23,6 +23,7 @@ from specjax.model.params import Params
 from specjax.model.transformer import forward
 from specjax.speculation import trees
 from specjax.speculation.acceptance import (
+    counted,
     matching_chain,
     matching_path,
     rejection_sample,
@@ -142,10 +143,8 @@ def _judge_chain(
     if state.sampling is None:
         emitted, accepted = choices, matching_chain(tokens, counts, choices)
     elif proposal.distributions is None:
-        meant = jnp.arange(tokens.shape[1]) < counts[:, None]
-        end = walk(state, proposal, meant, possible)
-        emitted, distributions = end.emitted, end.distributions
-        accepted = jnp.sum(end.nodes >= 0, axis=1, dtype=jnp.int32)
+        end = walk(state, proposal, counted(tokens, counts), possible)
+        emitted, accepted, distributions = end.emitted, end.accepted, end.distributions
     else:
         distributions = probabilities(possible, state.sampling, state.earlier(tokens))
         accepted, emitted = rejection_sample(
@@ -163,7 +162,7 @@ def _judge_tree(
 ) -> Verified:
     tokens, counts, parents = proposal.tokens, proposal.counts, proposal.parents
     assert counts is not None and parents is not None
-    meant = jnp.arange(tokens.shape[1]) < counts[:, None]
+    meant = counted(tokens, counts)
     if proposal.verifiable is not None:
         meant &= proposal.verifiable
     choices, distributions = greedy(possible), None
@@ -173,7 +172,7 @@ def _judge_tree(
     elif proposal.distributions is None:
         end = walk(state, proposal, meant, possible)
         emitted, nodes, distributions = end.emitted, end.nodes[:, :-1], end.distributions
-        accepted = jnp.sum(nodes >= 0, axis=1, dtype=jnp.int32)
+        accepted = end.accepted
     else:
         earlier = state.earlier(tokens, trees.ancestors(parents))
         everywhere = probabilities(possible, state.sampling, earlier)

@@ -40,6 +40,11 @@ class Walk(NamedTuple):
     earlier: Earlier
     distributions: jax.Array | None
 
+    @property
+    def accepted(self) -> jax.Array:
+        """Drafts that each row has kept, int32[B]."""
+        return jnp.sum(self.nodes >= 0, axis=1, dtype=jnp.int32)
+
 
 def walk(
     state: DecodeState,
@@ -59,7 +64,7 @@ def walk(
       logits: the target's after the last token and after every draft.
 
     Returns:
-      The end of the walk. A row has kept as many drafts as `nodes` has numbers.
+      The end of the walk.
     """
     sampling = state.sampling
     assert sampling is not None

@@ -325,7 +325,7 @@ def test_a_round_draws_as_many_tokens_as_it_gains() -> None:
     np.testing.assert_array_equal(third.nodes[:, :3], [[1, 3, -1], [0, -1, -1], [-1, -1, -1]])
     np.testing.assert_array_equal(third.emitted[:, :1], first.emitted[:, :1])
     np.testing.assert_array_equal(third.emitted[:, 3:], 0)
-    # What is not meant is not kept, and finished rows draw nothing.
+    # A row keeps no draft that does not count, and a finished row draws nothing.
     meant = meant.at[0, 1].set(False)
     state = dataclasses.replace(state, finished=jnp.array([False, True, False]))
     last = end(tokens)
