@@ -41,13 +41,13 @@ from benchmarks.support.checks import tried
 from benchmarks.support.common import ROOT, parser, table, write
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.activations import ACTIVATIONS, quantize_activations, split_activations
+from pallas_kernels.bfloat12 import bfloat12
 from pallas_kernels.formats import (
     GROUP_SIZES,
     PLANE,
     Bfloat16Weight,
     Int4Weight,
     Int8Weight,
-    Quantized,
     has_cheap_reading,
     int4_from_integers,
     int8_from_integers,
@@ -55,6 +55,8 @@ from pallas_kernels.formats import (
     padded_inputs,
 )
 from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
+from pallas_kernels.nested import Nested, NestedInt8Weight
+from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 from pallas_kernels.weight_values import dequantize
 
 PARTS = ("products", "attention", "decoding", "speed")
@@ -62,7 +64,7 @@ SECONDS = 240  # of measuring; the checks before take up to five minutes
 SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
 ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
 SCALES = dict(zip(GROUP_SIZES, ("float16", "float32", "bfloat16", "bfloat16"), strict=True))
-Weights = dict[str, Quantized | Bfloat16Weight]
+Weights = dict[str, Any]
 Lines = list[dict[str, Any]]
 
 
@@ -149,7 +151,8 @@ def numerics(implementations: list[str], seed: int) -> Lines:
         for (name, weight), implementation in product(
             random_weights(rng, n, k).items(), implementations
         ):
-            readings = ACTIVATIONS if has_cheap_reading(weight) else ("a16",)
+            nested = isinstance(weight, Nested)  # in other precisions it is a weight of 4 bits
+            readings = ACTIVATIONS if has_cheap_reading(weight) and not nested else ("a16",)
             if implementation != "mosaic_gpu" or mosaic_gpu.supports(weight):
                 cases += [(implementation, name, weight, each, x) for each in readings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time
@@ -178,8 +181,11 @@ def random_weights(rng: np.random.Generator, n: int, k: int) -> Weights:
     weights["mxfp4"] = mxfp4_from_codes(
         jnp.asarray(rng.integers(0, 16, (n, k)), jnp.uint8), exponents
     )
+    sixteenths = integers(SMALLEST, LARGEST + 1, n, k)
+    weights["nested8-64"] = nested_int8_from_integers(sixteenths, scales(64, "bfloat16"), 64)
     values = jnp.asarray(rng.normal(size=(n, k)), jnp.bfloat16)
-    weights["bfloat16"] = Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint16)
+    weights |= {"bfloat16": Bfloat16Weight(bits), "bfloat12": bfloat12(bits, most_escapes=1)[0]}
     return weights
 
 
@@ -197,7 +203,8 @@ def _check_product(
         return np.asarray(matmul(x, weight, activation, implementation=implementation))
 
     def check() -> dict[str, Any]:
-        split = implementation in ("cpu", "reference") and isinstance(weight, Int8Weight)
+        own = isinstance(weight, Int8Weight | NestedInt8Weight)
+        split = implementation in ("cpu", "reference") and own
         values = _represented(x, weight, activation, split)
         w = np.asarray(dequantize(weight), np.float64)
         magnitude = np.abs(w)

@@ -8,8 +8,8 @@ byte and the number of its high byte in the palette. Other high bytes are escape
 tile in the order of the inputs.
 
 The weights of a tile are stored as CPUs read them fastest (`pallas_kernels.interleave`), on every
-platform. Kernels for CPUs rebuild the bfloat16 in registers and multiply in the order of the plain
-matrix, so products have the same bits. Elsewhere the reference multiplies the plain matrix.
+platform. Kernels for CPUs and GPUs rebuild the bfloat16 in registers and multiply in the order of
+the plain matrix, so products have the same bits. On TPUs the reference multiplies the plain matrix.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import cpu, reference
 from pallas_kernels.activations import Activation, check_activation, clip_activations
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
@@ -27,7 +28,7 @@ from pallas_kernels.formats import (
     has_cheap_reading,
 )
 from pallas_kernels.interleave import by_rows
-from pallas_kernels.nested import Nested, NestedWeight
+from pallas_kernels.nested import Nested, NestedInt8Weight, NestedWeight
 from pallas_kernels.planes import draft_plane
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
@@ -202,7 +203,8 @@ def _gpu_matmul(
 
 def _by_rows(weight: Matrix) -> Matrix:
     """The weight row by row: one that was interleaved for a CPU is copied."""
-    if getattr(form(weight), "out_features", None) is None:
+    held = form(weight)
+    if isinstance(held, Bfloat12Weight) or getattr(held, "out_features", None) is None:
         return weight
     return by_rows(taken(weight))
 
@@ -216,9 +218,9 @@ def _has_accelerator_kernel(weight: Weight) -> bool:
 
 def _has_gpu_kernel(weight: Weight, x: jax.Array) -> bool:
     """Whether GPUs have a kernel for the weight and this x."""
-    if isinstance(weight, Bfloat16Weight):
+    if isinstance(weight, Bfloat16Weight | Bfloat12Weight):
         return bool(x.dtype == jnp.bfloat16)
-    return _has_accelerator_kernel(weight)
+    return isinstance(weight, NestedInt8Weight) or _has_accelerator_kernel(weight)
 
 
 def _by_platform(

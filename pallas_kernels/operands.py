@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import UnionType
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation, quantize_activations
-from pallas_kernels.formats import PLANE, Int8Weight, Quantized, check_plain_columns
+from pallas_kernels.formats import PLANE, Int8Weight, Quantized, Rounded, check_plain_columns
 from pallas_kernels.rounding import check_float
 from pallas_kernels.weight_checks import check_arrays
 
 
-def check(x: jax.Array, weight: Quantized, activation: Activation) -> None:
+def check(
+    x: jax.Array, weight: Rounded, activation: Activation, formats: UnionType = Quantized
+) -> None:
     """Raises ValueError unless x: bf16 or f32[M, K] matches the weight and neither is empty.
 
-    The weight's arrays must have the shapes and dtypes of its format.
+    The weight must have one of the formats that the kernel serves, and its arrays the shapes and
+    dtypes of its format.
     """
     check_activation(activation)
-    if not isinstance(weight, Quantized):
-        raise ValueError(
-            f"weight must be an Int4Weight, Mxfp4Weight or Int8Weight, got {type(weight).__name__}"
-        )
+    if not isinstance(weight, formats):
+        names = ", ".join(each.__name__ for each in get_args(formats))
+        raise ValueError(f"weight must be one of {names}, got {type(weight).__name__}")
     n, k = weight.shape
     if x.ndim != 2 or x.shape[1] != k or 0 in (x.shape[0], n, k):
         raise ValueError(f"x of shape {x.shape} cannot be multiplied by a weight of {(n, k)}")
@@ -55,7 +59,7 @@ def by_kind(
     return tuple(found[place] for place in range(len(kinds)))
 
 
-def group_parts(weight: Quantized) -> dict[str, jax.Array]:
+def group_parts(weight: Rounded) -> dict[str, jax.Array]:
     """The weight's scales, and its zeros or minima if any: [N, groups] by name."""
     parts = {name: getattr(weight, name, None) for name in ("scales", "zeros", "minima")}
     return {name: part for name, part in parts.items() if part is not None}

@@ -35,6 +35,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from pallas_kernels import mosaic_gpu, triton_gpu
+from pallas_kernels.arrays import TILE
+from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS, Bfloat12Weight
 from pallas_kernels.cache_entries import empty_entries
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight
 from pallas_kernels.mosaic_gpu.quantized_matmul import make_plan
@@ -43,6 +45,7 @@ LAYERS = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 12825
 TOGETHER = (4096, 4096, 1024, 1024)  # K, then N of queries, keys and values: one kernel
 ROWS = (1, 16, 64, 128)
 FORMATS = ("int4 g128", "int4 g128 zeros", "int4 g64 zeros", "int4 g32", "int4 None", "mxfp4")
+EXACT = ("bfloat16", "bfloat12")
 ACTIVATIONS = ("a16", "a8")  # "a4" is the same program as "a8"
 ATTENTION = (  # heads, key-value heads, features of one, bits of the cache
     *((32, 8, 128, bits) for bits in (16, 8, 4)),
@@ -108,8 +111,8 @@ def checks(device: jax.Device) -> Iterator[Compiled]:
     for name in (*FORMATS, "int8 g128", "int8 None"):
         for activation in ACTIVATIONS:
             yield check_matmul(device, name, activation, 16, *LAYERS[0])
-    for m in ROWS:
-        yield check_matmul(device, "bfloat16", "a16", m, *LAYERS[0])
+    for name, m in product(EXACT, ROWS):
+        yield check_matmul(device, name, "a16", m, *LAYERS[0])
     for heads, kv_heads, e, bits in ATTENTION:
         for t, masked, window in TOKENS:
             yield check_attention(device, t, heads, kv_heads, e, bits, masked, window)
@@ -119,6 +122,14 @@ def weight_shapes(name: str, n: int, k: int) -> Any:
     """A weight of the named format with shapes for arrays. K is a multiple of 256."""
     if name == "bfloat16":
         return Bfloat16Weight(jax.ShapeDtypeStruct((n, k), jnp.uint16))
+    if name == "bfloat12":
+        tiles = n // TILE
+        return Bfloat12Weight(
+            jax.ShapeDtypeStruct((tiles, 3 * k // BLOCK_INPUTS, 4 * TILE), jnp.uint8),
+            jax.ShapeDtypeStruct((tiles, k // PALETTE_INPUTS, PALETTE), jnp.uint8),
+            jax.ShapeDtypeStruct((tiles, 40), jnp.uint32),
+            k,
+        )
     packed = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8)
     kind, *rest = name.split()
     if kind == "mxfp4":
@@ -151,7 +162,7 @@ def check_matmul(
     """Compiles the matrix kernel for all GPUs (Triton)."""
     weight, x = weight_shapes(name, n, k), jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     lowered = _lower(device, partial(triton_gpu.matmul, activation=activation), x, weight)
-    rows = f"M {m}" if name == "bfloat16" else "any M"
+    rows = f"M {m}" if name in EXACT else "any M"
     return _compiled(f"{name} {activation}", f"{rows} K {k} N {n}", *_triton(lowered))
 
 

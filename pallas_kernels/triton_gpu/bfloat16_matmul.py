@@ -1,4 +1,5 @@
-"""The product of bfloat16 x and a bfloat16 matrix, for NVIDIA GPUs from Ampere on.
+"""The product of bfloat16 x and a bfloat16 matrix, in 16 bits or in 12, for NVIDIA GPUs from Ampere
+on.
 
 XLA's own product cannot serve here: it sums in another order for another number of rows.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +24,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.operands import by_kind
 from pallas_kernels.stacks import Stacked, form, in_stack
+from pallas_kernels.triton_gpu.bfloat16_values import (
+    COLUMN_TILE,
+    STEP,
+    Exact,
+    Tile,
+    rows_in_tile,
+    stored,
+)
 
-STEP = 128  # inputs per product
 ROW_TILES = (16, 32, 64)  # rows of x per program; the smallest that fits is taken
-COLUMN_TILE = 64  # outputs per program: the weight is the left operand, of 64 rows on Hopper
 SHORTEST = 4  # steps of a segment; shorter sums would take longer to write than to compute
 PROGRAMS = 264  # wanted: two for each multiprocessor of a large GPU
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def products(
-    x: jax.Array, weights: Sequence[Bfloat16Weight | Stacked], *, interpret: bool = False
+    x: jax.Array, weights: Sequence[Exact | Stacked], *, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Computes x · weightᵀ for every weight. Weights of equal segments share a kernel.
+    """Computes x · weightᵀ for every weight. Weights of one format and equal segments share a
+    kernel.
 
     Args:
       x: bf16[M, K].
-      weights: (N, K), row by row, alone or in a stack.
+      weights: (N, K), alone or in a stack; those of 16 bits row by row.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
     Returns:
@@ -51,28 +59,29 @@ def products(
     Raises:
       ValueError: a shape or dtype is another one, or a weight's rows are interleaved.
     """
-    segments = []
+    kinds = []
     for weight in weights:
-        n, k = weight.shape
-        interleaved = cast(Bfloat16Weight, form(weight)).out_features is not None
+        (n, k), held = weight.shape, cast(Exact, form(weight))
+        narrow = isinstance(held, Bfloat12Weight)
+        interleaved = not narrow and held.out_features is not None
         if interleaved or x.dtype != jnp.bfloat16 or x.shape[1:] != (k,):
             raise ValueError(
                 "triton_gpu multiplies bfloat16 x by bfloat16 matrices stored row by row, "
                 f"got {x.dtype.name}{list(x.shape)} and a matrix of {(n, k)}"
             )
-        segments.append(steps_per_segment(-(-n // COLUMN_TILE), -(-k // STEP)))
+        kinds.append((narrow, steps_per_segment(-(-n // COLUMN_TILE), -(-k // STEP))))
 
     def multiply(places: list[int]) -> list[jax.Array]:
         alike = [in_stack(weights[place]) for place in places]
-        return _alike(x, alike, segments[places[0]], interpret)
+        return _alike(x, alike, kinds[places[0]][1], interpret)
 
-    return by_kind(segments, multiply)
+    return by_kind(kinds, multiply)
 
 
 def _alike(
     x: jax.Array, ones: Sequence[Stacked], per_segment: int, interpret: bool
 ) -> list[jax.Array]:
-    """Multiplies x by weights of equal segments, in one kernel."""
+    """Multiplies x by weights of one format and equal segments, in one kernel."""
     (m, k), outputs = x.shape, [one.shape[0] for one in ones]
     tile = next((tile for tile in ROW_TILES if tile >= m), ROW_TILES[-1])
     rows, steps = -(-m // tile), -(-k // STEP)
@@ -81,14 +90,15 @@ def _alike(
     segments = -(-steps // per_segment)
     parts = segments if rows * columns < PROGRAMS else 1
     x = jnp.pad(x, ((0, rows * tile - m), (0, steps * STEP - k)))
-    stacks = [
-        lax.bitcast_convert_type(cast(Bfloat16Weight, one.stack).bits, jnp.bfloat16) for one in ones
-    ]
+    stacks = [stored(cast(Exact, one.stack)) for one in ones]
 
-    def of_weight(number: int) -> pl.BlockSpec:
+    def spec(number: int, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
         first, last = firsts[number], ends[number] - 1
-        shape = (stacks[number].shape[0], COLUMN_TILE, k)
-        return pl.BlockSpec(shape, lambda i, j, s: (0, jnp.clip(j, first, last) - first, 0))
+        layers, _, *rest = shape
+        return pl.BlockSpec(
+            (layers, rows_in_tile(name), *rest),
+            lambda i, j, s: (0, jnp.clip(j, first, last) - first, *(0 for _ in rest)),
+        )
 
     sums: jax.Array = pl.pallas_call(
         partial(
@@ -99,7 +109,10 @@ def _alike(
         in_specs=[
             pl.BlockSpec((tile, x.shape[1]), lambda i, j, s: (i, 0)),
             [pl.BlockSpec((None,), lambda i, j, s: (0,)) for _ in ones],
-            [of_weight(number) for number in range(len(ones))],
+            [
+                {name: spec(number, name, array.shape) for name, array in arrays.items()}
+                for number, arrays in enumerate(stacks)
+            ],
         ],
         out_specs=pl.BlockSpec((None, tile, COLUMN_TILE), lambda i, j, s: (s, i, j)),
         out_shape=jax.ShapeDtypeStruct((parts, rows * tile, columns * COLUMN_TILE), jnp.float32),
@@ -118,22 +131,22 @@ def steps_per_segment(columns: int, steps: int) -> int:
 
 
 def _kernel(
-    x: jax.Ref, indices: Sequence[jax.Ref], weights: Sequence[jax.Ref], y: jax.Ref, *,
+    x: jax.Ref, indices: Sequence[jax.Ref], weights: Sequence[dict[str, jax.Ref]], y: jax.Ref, *,
     outputs: Sequence[int], firsts: Sequence[int], ends: Sequence[int], k: int,
     per_segment: int, segments: int,
 ) -> None:  # fmt: skip
     """Adds `segments` segments of a tile of outputs, of the weight that has it.
 
-    x: bf16[M, padded K]; indices: int32[], and weights: bf16[L, N, K] of which they are read, for
+    x: bf16[M, padded K]; indices: int32[], and weights: `stored` arrays of which they are read, for
     every weight; y: f32[M, N].
     """
     column, part = pl.program_id(1), pl.program_id(2)
     for number, (n, first, end) in enumerate(zip(outputs, firsts, ends, strict=True)):
 
         def own(number: int = number, n: int = n, first: int = first) -> None:
-            matrix = weights[number], indices[number][...]
             rest = n - (column - first) * COLUMN_TILE if n % COLUMN_TILE else None
-            y[...] = _sum_of(x, *matrix, rest, k, per_segment, part * segments, segments)
+            tile = Tile(weights[number], indices[number][...], rest, k)
+            y[...] = _sum_of(x, tile, per_segment, part * segments, segments)
 
         if len(outputs) == 1:
             own()
@@ -141,37 +154,28 @@ def _kernel(
             pl.when((column >= first) & (column < end))(own)
 
 
-def _sum_of(
-    x: jax.Ref, weights: jax.Ref, index: jax.Array, rest: jax.Array | None, k: int,
-    per_segment: int, first: jax.Array, segments: int,
-) -> jax.Array:  # fmt: skip
+def _sum_of(x: jax.Ref, tile: Tile, per_segment: int, first: jax.Array, segments: int) -> jax.Array:
     """The sum of some segments from the first on, f32[M, N].
-
-    rest: how many outputs are left, None for enough.
 
     The sum is computed as [N, M], because Hopper takes the weight, its left operand, from
     registers.
     """
-    inside = None if rest is None else (jnp.arange(COLUMN_TILE) < rest)[:, None]
     steps = x.shape[1] // STEP
 
-    def add_step(step: jax.Array, total: jax.Array) -> jax.Array:
-        inputs = pl.ds(step * STEP, STEP)
-        mask = inside
-        if k % STEP:
-            real = (step * STEP + jnp.arange(STEP) < k)[None, :]
-            mask = real if inside is None else inside & real
-        other = None if mask is None else 0.0
-        values = pltriton.load(weights.at[index, :, inputs], mask=mask, other=other)
-        return total + lax.dot_general(
-            values, x[:, inputs], _CONTRACT_LAST, preferred_element_type=jnp.float32
-        )
+    def add_step(step: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        total, place = carry
+        values, place = tile.read(step, place)
+        product = lax.dot_general(
+            values, x[:, pl.ds(step * STEP, STEP)], _CONTRACT_LAST,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return total + product, place
 
     def segment(number: jax.Array) -> jax.Array:
         begin = number * per_segment
         zeros = jnp.zeros((COLUMN_TILE, x.shape[0]), jnp.float32)
         end = jnp.minimum(begin + per_segment, steps)
-        sums: jax.Array = lax.fori_loop(begin, end, add_step, zeros)
+        sums: jax.Array = lax.fori_loop(begin, end, add_step, (zeros, tile.start(begin)))[0]
         return sums
 
     total = segment(first)

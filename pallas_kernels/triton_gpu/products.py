@@ -8,11 +8,12 @@ from typing import cast
 import jax
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import Bfloat16Weight, Quantized
+from pallas_kernels.formats import Rounded
 from pallas_kernels.stacks import Stacked, form
 from pallas_kernels.triton_gpu import bfloat16_matmul, quantized_matmul
+from pallas_kernels.triton_gpu.bfloat16_values import Exact
 
-Served = Quantized | Bfloat16Weight | Stacked
+Served = Rounded | Exact | Stacked
 
 
 def matmul(
@@ -29,11 +30,12 @@ def products(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes x · weightᵀ for every weight. bfloat16 matrices share a kernel: one launch."""
-    if all(isinstance(form(weight), Bfloat16Weight) for weight in weights):
-        plain = cast(Sequence[Bfloat16Weight | Stacked], weights)
-        return bfloat16_matmul.products(x, plain, interpret=interpret)
+    """Computes x · weightᵀ for every weight. bfloat16 matrices of one format share a
+    kernel: one launch."""
+    if all(isinstance(form(weight), Exact) for weight in weights):
+        exact = cast(Sequence[Exact | Stacked], weights)
+        return bfloat16_matmul.products(x, exact, interpret=interpret)
     if len(weights) > 1:
         return tuple(matmul(x, weight, activation, interpret=interpret) for weight in weights)
-    (quantized,) = cast(Sequence[Quantized | Stacked], weights)
+    (quantized,) = cast(Sequence[Rounded | Stacked], weights)
     return (quantized_matmul.matmul(x, quantized, activation, interpret=interpret),)

@@ -9,7 +9,8 @@ float32 x to bfloat16 for the tensor cores, and scales multiply group sums inste
 weight's integers (for MXFP4, twice the values) are exact in bfloat16 and in int8, so precisions
 differ only in x: bfloat16 with scales of one, or int8 with its own scales. Zeros are subtracted
 exactly, from a bfloat16 weight or from an integer product. Minima add the value of the integer zero
-times a group's sum of x.
+times a group's sum of x. The planes of an 8-bit nested weight are joined as they are read;
+`pallas_kernels.matmul` passes the draft plane alone where x has 8 or 4 bits.
 
 Summation order: groups, k ascending; one product of ROW_TILE rows within a group. It depends only
 on the weight's shape, so a row's bits do not depend on M.
@@ -38,8 +39,10 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
+    Rounded,
     padded_inputs,
 )
+from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.operands import check, group_parts, group_sums, multiplicands, product_dtype
 from pallas_kernels.stacks import Stacked, in_stack, taken_shapes
 
@@ -52,7 +55,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 def matmul(
     x: jax.Array,
-    weight: Quantized | Stacked,
+    weight: Rounded | Stacked,
     activation: Activation = "a16",
     *,
     interpret: bool = False,
@@ -71,14 +74,15 @@ def matmul(
     Raises:
       ValueError: the kernel does not serve a shape or dtype.
     """
-    check(x, taken_shapes(weight), activation)
+    check(x, taken_shapes(weight), activation, Rounded if activation == "a16" else Quantized)
     one = in_stack(weight)
-    weight = cast(Quantized, one.stack)
+    weight = cast(Rounded, one.stack)
     m, n = x.shape[0], one.shape[0]
     x = jnp.pad(x, ((0, -m % ROW_TILE), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     values, x_scales = multiplicands(x, weight.group_size, activation)
     of_x = {"x": values, "x_scales": x_scales}
     of_weight = {"stored": weight.integers if isinstance(weight, Int8Weight) else weight.packed}
+    of_weight |= {"rest": weight.rest} if isinstance(weight, NestedInt8Weight) else {}
     of_weight |= group_parts(weight)
     if "minima" in of_weight:
         of_x["x_sums"] = x_scales * group_sums(values, weight.group_size)
@@ -104,15 +108,14 @@ def matmul(
     return y[:m, :n]
 
 
-def _kernel(
-    refs: Refs, y: jax.Ref, *, n: int, kind: type[Quantized], group_size: int | None
-) -> None:
+def _kernel(refs: Refs, y: jax.Ref, *, n: int, kind: type[Rounded], group_size: int | None) -> None:
     """Computes y: f32[M, N], a tile of M = ROW_TILE rows and N = COLUMN_TILE outputs.
 
     refs: x: bf16 or int8[M, K]; x_scales: f32[M, groups]; index: int32[], the matrix of the stacks;
     stored: uint8[L, N, K / 2] or int8[L, N, K]; scales: [L, N, groups]; if the weight has them,
-    zeros: int8[L, N, groups], or minima: [L, N, groups] and x_sums: f32[M, groups]. The sum is
-    [N, M], because Hopper takes the left operand from registers, and that is the weight.
+    rest: uint8[L, N, K / 2], zeros: int8[L, N, groups], or minima: [L, N, groups] and
+    x_sums: f32[M, groups]. The sum is [N, M], because Hopper takes the left operand from registers,
+    and that is the weight.
     """
     refs = refs | {"index": refs["index"][...]}
     inside = (pl.program_id(1) * COLUMN_TILE + jnp.arange(COLUMN_TILE) < n)[:, None]
@@ -140,15 +143,24 @@ def _kernel(
 
 
 def _integers(
-    refs: Refs, kind: type[Quantized], block: jax.Array, k: int, width: int, inside: jax.Array
+    refs: Refs, kind: type[Rounded], block: jax.Array, k: int, width: int, inside: jax.Array
 ) -> jax.Array:
     """The weight's `formats.integers` from input k of a block: int8[N, width]."""
     if kind is Int8Weight:
         return _columns(refs, "stored", pl.ds(block * BLOCK + k, width), inside)
-    pairs = _columns(refs, "stored", pl.ds(block * PLANE + k % PLANE, width), inside)
+    high = _nibbles(refs, "stored", block, k, width, inside)
+    if kind is NestedInt8Weight:
+        return high * 16 + _nibbles(refs, "rest", block, k, width, inside)
+    return high if kind is Int4Weight else _twice_e2m1(high)
+
+
+def _nibbles(
+    refs: Refs, name: str, block: jax.Array, k: int, width: int, inside: jax.Array
+) -> jax.Array:
+    """The integers of one of the nibble planes from input k of a block: int8[N, width]."""
+    pairs = _columns(refs, name, pl.ds(block * PLANE + k % PLANE, width), inside)
     signed = lax.bitcast_convert_type(pairs, jnp.int8)
-    signed = signed << 4 >> 4 if k < PLANE else signed >> 4
-    return signed if kind is Int4Weight else _twice_e2m1(signed)
+    return signed << 4 >> 4 if k < PLANE else signed >> 4
 
 
 def _twice_e2m1(code: jax.Array) -> jax.Array:
@@ -185,7 +197,7 @@ def _columns(refs: Refs, name: str, columns: Any, inside: jax.Array) -> jax.Arra
 
 
 def _scaled(
-    product: jax.Array, refs: Refs, kind: type[Quantized], group: jax.Array | int, inside: jax.Array
+    product: jax.Array, refs: Refs, kind: type[Rounded], group: jax.Array | int, inside: jax.Array
 ) -> jax.Array:
     """Scales a group's product and adds its minima: f32 or i32[N, M] -> f32[N, M]."""
     scale = _column(refs, "scales", group, inside)
@@ -194,10 +206,12 @@ def _scaled(
         bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 1 << 22))
         scale = lax.bitcast_convert_type(bits, jnp.float32) * 0.5  # see `formats.group_scales`
     scale = scale.astype(jnp.float32)
+    if kind is NestedInt8Weight:
+        scale /= 16
     scaled: jax.Array = product.astype(jnp.float32) * (scale * refs["x_scales"][:, group][None, :])
     if "minima" not in refs:
         return scaled
     least = _column(refs, "minima", group, inside).astype(jnp.float32)
-    of_zero = least - kind.smallest * scale  # the value of the integer zero
+    of_zero = least - cast(type[Quantized], kind).smallest * scale  # the value of the integer zero
     scaled += of_zero * refs["x_sums"][:, group][None, :]
     return scaled

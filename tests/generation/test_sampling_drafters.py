@@ -90,6 +90,9 @@ DRAFTERS = {
 }
 # A model that drafts chains, and trees of guesses without a model.
 KINDS = ("another model",)
+# One drafter for each way of judging drafts: none, chains with a distribution, chains and trees
+# without one, and levels. A batch of one is another program.
+ALONE = ("plain", "another model", "prompt lookup", "a tree", "two levels", "auto and a memory")
 EVERYTHING = Sampling(
     temperature=1.4, top_k=4, top_p=0.97, min_p=0.03, repetition_penalty=1.3, presence_penalty=0.4,
     frequency_penalty=0.5, logit_bias={1: 0.5, 4: -0.5},
@@ -215,11 +218,16 @@ def test_every_setting_keeps_it(sampling: Sampling) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", representatives(DRAFTERS, *KINDS))
 def test_a_key_gives_one_text(name: str) -> None:
-    """Whatever the batch, its size, and the row's place in it."""
+    """Whatever the other rows and the row's place among them."""
     texts = _sampled(name, EVERYTHING)
-    keys = _keys()
-    np.testing.assert_array_equal(_decode(name, EVERYTHING, keys[::-1]), texts[::-1])
-    np.testing.assert_array_equal(_decode(name, EVERYTHING, keys[7:8]), texts[7:8])
+    np.testing.assert_array_equal(_decode(name, EVERYTHING, _keys()[::-1]), texts[::-1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ALONE)
+def test_a_row_alone_has_the_text_that_it_has_in_company(name: str) -> None:
+    alone = _decode(name, EVERYTHING, _keys()[7:8])
+    np.testing.assert_array_equal(alone, _sampled(name, EVERYTHING)[7:8])
 
 
 def test_another_distribution_is_noticed() -> None:

@@ -181,7 +181,7 @@ def test_what_a_kernel_cannot_serve_is_refused(platform: str) -> None:
         r"x of shape \(1, 3, 256\)": (x[None], weight, "a16"),
         r"x of shape \(0, 256\)": (x[:0], weight, "a16"),
         "x must be bfloat16 or float32, got float16": (x.astype(jnp.float16), weight, "a16"),
-        "must be an Int4Weight, .*got ArrayImpl": (x, dequantize(weight), "a16"),
+        "must be one of Int4Weight, .*got ArrayImpl": (x, dequantize(weight), "a16"),
         "activation must be one of a16, a8, a4, got 'a6'": (x, weight, "a6"),
         "group_size must be .* got 16": (
             x, Int4Weight(weight.packed, weight.scales, 256, 16), "a8"),

@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, triton_gpu
+from pallas_kernels.bfloat12 import bfloat12
 from pallas_kernels.formats import Bfloat16Weight
 from pallas_kernels.matmul import matmul
+from pallas_kernels.nested import NestedInt8Weight, NestedWeight
+from pallas_kernels.planes import LARGEST, SMALLEST, joined, nested_int8_from_integers
 from pallas_kernels.stacks import Stacked
 from pallas_kernels.triton_gpu import bfloat16_matmul
 from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight, stack_of
 from tests.support.compiled import dequantize
+from tests.support.random_weights import random_bfloat12, random_bits
 
 FORMATS = (
     "int4 128 zeros", "int4 32 zeros", "int4 None zeros", "int4 32 minima", "int4 None minima",
@@ -90,9 +94,52 @@ def test_many_rows_add_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_array_equal(product(), apart)
 
 
-def test_bfloat16_lowers_behind_the_door() -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("m", [3, 130])
+@pytest.mark.parametrize(
+    ("n", "k", "escapes"), [(96, 300, 0.003), (64, 1536, 0.02), (20, 68, 0.1), (8, 256, 0)]
+)
+def test_12_bits_have_the_bits_of_16(n: int, k: int, escapes: float, m: int) -> None:
+    # Whole and partial tiles, segments that begin behind escapes, one list that is full.
+    bits, x = random_bits(n, k, escapes), random_rows(m, k)
+    weight, count = bfloat12(bits, most_escapes=1)
+    assert weight is not None and (count > 0) == (escapes > 0)
+    call = jax.jit(partial(triton_gpu.matmul, interpret=True))
+    np.testing.assert_array_equal(call(x, weight), call(x, Bfloat16Weight(jnp.asarray(bits))))
+
+
+@pytest.mark.parametrize("group_size", [64, None])
+def test_planes_of_8_bits_have_the_bits_of_8_bits(group_size: int | None) -> None:
+    weight, x = random_nested8(72, 300, group_size), random_rows(17, 300)
+    call = jax.jit(partial(triton_gpu.matmul, interpret=True))
+    np.testing.assert_array_equal(call(x, weight), call(x, joined(weight)))
+    with pytest.raises(ValueError, match=r"weight must be one of .* got NestedInt8Weight"):
+        triton_gpu.matmul(x, weight, "a8")
+
+
+def random_nested8(n: int, k: int, group_size: int | None) -> NestedInt8Weight:
+    rng = np.random.default_rng(n + k)
+    q = jnp.asarray(rng.integers(SMALLEST, LARGEST + 1, (n, k)), jnp.int8)
+    scales = rng.uniform(0.005, 0.04, (n, 1 if group_size is None else -(-k // group_size)))
+    return nested_int8_from_integers(q, jnp.asarray(scales, jnp.float32), group_size)
+
+
+@pytest.mark.parametrize("activation", ["a16", "a8"])
+@pytest.mark.parametrize("name", ["nested16", "nested8"])
+def test_nested_weights_lower_behind_the_door(name: str, activation: str) -> None:
+    # The draft plane of 4 bits is Hopper's own kernel's.
+    weight: Any = random_nested8(128, 512, 64)
+    if name == "nested16":
+        weight = NestedWeight(random_bfloat12(128, 512), random_weight("int4 64", 128, 512))
+    text = lowered(partial(matmul, activation=activation), random_rows(3, 512), weight)
+    own = "xla.gpu.triton" if activation == "a16" else "mosaic_gpu_v2"
+    assert text.count("custom_call @") == 1 and own in text
+
+
+@pytest.mark.parametrize("bits", [16, 12])
+def test_bfloat16_lowers_behind_the_door(bits: int) -> None:
     # A GPU multiplies bfloat16 x by its own kernel, and float32 x by the reference.
-    weight = random_bfloat16(96, 512)
+    weight = random_bfloat16(96, 512) if bits == 16 else random_bfloat12(96, 512)
     x = random_rows(17, 512)
     kernel = "custom_call @__gpu$xla.gpu.triton"
     assert lowered(matmul, x, weight).count(kernel) == 1
@@ -101,9 +148,13 @@ def test_bfloat16_lowers_behind_the_door() -> None:
         triton_gpu.matmul(x.astype(jnp.float32), weight)
 
 
-@pytest.mark.parametrize("name", ["int4 128 zeros", "int8 32 minima", "mxfp4", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["int4 128 zeros", "int8 32 minima", "mxfp4", "bfloat16", "bfloat12", "nested8"]
+)
 def test_a_matrix_in_a_stack_has_the_bits_of_the_matrix_alone(name: str) -> None:
-    weight = random_bfloat16(72, 300) if name == "bfloat16" else random_weight(name, 72, 300)
+    own = {"bfloat16": random_bfloat16, "bfloat12": random_bfloat12}
+    own["nested8"] = partial(random_nested8, group_size=64)
+    weight = own.get(name, partial(random_weight, name))(72, 300)
     x, one = random_rows(17, 300), Stacked(stack_of(weight), jnp.int32(1))
 
     def product(weight: Any) -> np.ndarray:
@@ -114,8 +165,9 @@ def test_a_matrix_in_a_stack_has_the_bits_of_the_matrix_alone(name: str) -> None
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
-def test_bfloat16_matrices_that_share_a_kernel_have_the_bits_that_they_have_alone() -> None:
-    x, weights = random_rows(17, 1536), [random_bfloat16(n, 1536) for n in (192, 72, 64)]
+@pytest.mark.parametrize("make", [random_bfloat16, random_bfloat12])
+def test_matrices_that_share_a_kernel_have_the_bits_that_they_have_alone(make: Any) -> None:
+    x, weights = random_rows(17, 1536), [make(n, 1536) for n in (192, 72, 64)]
     assert lowered(matmul, x, tuple(weights)).count("custom_call @__gpu$xla.gpu.triton") == 1
     together = jax.jit(partial(triton_gpu.products, interpret=True))(x, weights)
     for y, weight in zip(together, weights, strict=True):

@@ -104,7 +104,7 @@ def wait_until_free(live: Live) -> None:
 
 
 def test_a_crowd_gets_what_each_would_get_alone(live, client, cases) -> None:
-    assert run_crowd(live, client, cases, 48) == []
+    assert run_crowd(live, client, cases, 30) == []
     wait_until_free(live)
     assert live.engine.prefixes is not None and live.engine.prefixes.found > 0
 
