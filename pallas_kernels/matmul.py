@@ -22,13 +22,13 @@ from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
     Outliers,
-    Quantized,
+    Rounded,
     Weight,
     check_one_offset,
     has_cheap_reading,
 )
 from pallas_kernels.interleave import by_rows
-from pallas_kernels.nested import Nested, NestedInt8Weight, NestedWeight
+from pallas_kernels.nested import Nested, NestedWeight
 from pallas_kernels.planes import draft_plane
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
@@ -209,28 +209,24 @@ def _by_rows(weight: Matrix) -> Matrix:
     return by_rows(taken(weight))
 
 
-def _has_accelerator_kernel(weight: Weight) -> bool:
-    """Whether GPUs and TPUs have a kernel for the weight. The reference serves all others."""
-    return isinstance(weight, Quantized) and not (
-        isinstance(weight, Int8Weight) and weight.zeros is not None
-    )
-
-
-def _has_gpu_kernel(weight: Weight, x: jax.Array) -> bool:
-    """Whether GPUs have a kernel for the weight and this x."""
-    if isinstance(weight, Bfloat16Weight | Bfloat12Weight):
+def _has_kernel(platform: str, weight: Weight, x: jax.Array) -> bool:
+    """Whether an accelerator has a kernel for the weight and this x; else the reference serves."""
+    if isinstance(weight, Bfloat16Weight):
         return bool(x.dtype == jnp.bfloat16)
-    return isinstance(weight, NestedInt8Weight) or _has_accelerator_kernel(weight)
+    if isinstance(weight, Bfloat12Weight):
+        return platform == "cuda" and bool(x.dtype == jnp.bfloat16)
+    if isinstance(weight, Int8Weight):
+        return weight.zeros is None
+    return isinstance(weight, Rounded)
 
 
 def _by_platform(
     x: jax.Array, weights: tuple[Matrix, ...], *, activation: Activation
 ) -> tuple[jax.Array, ...]:
     kernels: dict[str, Kernel] = {"cpu": cpu.matmul} if cpu.available() else {}
-    if all(_has_gpu_kernel(form(weight), x) for weight in weights):
-        kernels["cuda"] = _gpu_matmul
-    if all(_has_accelerator_kernel(form(weight)) for weight in weights):
-        kernels["tpu"] = IMPLEMENTATIONS["mosaic_tpu"]
+    for platform, kernel in (("cuda", _gpu_matmul), ("tpu", IMPLEMENTATIONS["mosaic_tpu"])):
+        if all(_has_kernel(platform, form(weight), x) for weight in weights):
+            kernels[platform] = kernel
     products: tuple[jax.Array, ...] = by_platform(
         x,
         weights,

@@ -38,14 +38,16 @@ from benchmarks.support.common import table, write
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.formats import (
     BLOCK,
+    Bfloat16Weight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    Quantized,
+    Rounded,
     padded_inputs,
 )
 from pallas_kernels.mosaic_tpu import quantized_matmul
 from pallas_kernels.mosaic_tpu.decode import storage
+from pallas_kernels.nested import NestedInt8Weight
 
 CHIPS = {"v5e": ("v5e:2x2", "TPU v5 lite"), "v6e": ("v6e:2x2", "TPU v6 lite"),
          "tpu7x": ("tpu7x:2x2x1", "TPU7x")}  # fmt: skip
@@ -72,6 +74,7 @@ FORMATS = (
     "int8 128",
     "int8 None",
 )
+PRECISE = ("nested8 64", "bfloat16")  # "a16" only
 COLUMNS = ("chip", "format", "activation", "M", "K", "N", "vmem_kib", "spills", "turn_cycles",
            "cycles_per_1024", "seconds", "error")  # fmt: skip
 
@@ -106,8 +109,8 @@ def _compiler_dumps() -> Iterator[Path]:
 
 def _cases(quick: bool) -> Iterator[dict[str, Any]]:
     """The cases, which are compiled for every chip."""
-    for name in FORMATS:
-        for activation in ("a16", "a8"):
+    for name in (*FORMATS, *PRECISE):
+        for activation in ("a16",) if name in PRECISE else ("a16", "a8"):
             for m, k, n in ((8, 4096, 14336), (128, 14336, 4096), (300, 172, 37))[
                 : 1 if quick else 3
             ]:
@@ -155,9 +158,10 @@ def _attempt(head: dict[str, Any], check: Callable[[], dict[str, Any]]) -> dict[
 
 def _check_matmul(dumps: Path, chip: str, case: dict[str, Any], whole: bool) -> dict[str, Any]:
     """A product. `whole` includes the quantization of x before the kernel."""
-    function, arguments = (_matmul if whole else _kernel)(chip, **case)
+    plain = case["name"] == "bfloat16"  # its kernel has no loop over blocks
+    function, arguments = (_matmul if whole or plain else _kernel)(chip, **case)
     _compile(dumps, chip, function, *arguments)
-    return _schedule(dumps, arguments[-1])
+    return {} if plain else _schedule(dumps, arguments[-1])
 
 
 def _check_attention(
@@ -194,10 +198,12 @@ def _kernel(
     return quantized_matmul.multiply, (values, per_group, weight)
 
 
-def _weight(name: str, n: int, k: int) -> Quantized:
+def _weight(name: str, n: int, k: int) -> Any:
     """A weight with shapes for arrays. `name` is its format and, if not 128, its group size."""
     kind, _, detail = name.partition(" ")
     inputs = padded_inputs(k)
+    if kind == "bfloat16":
+        return Bfloat16Weight(jax.ShapeDtypeStruct((n, k), jnp.uint16))
     packed = jax.ShapeDtypeStruct((n, inputs // 2), jnp.uint8)
     if kind == "mxfp4":
         return Mxfp4Weight(packed, jax.ShapeDtypeStruct((n, inputs // 32), jnp.uint8), k)
@@ -206,6 +212,8 @@ def _weight(name: str, n: int, k: int) -> Quantized:
     if kind == "int8":
         integers = jax.ShapeDtypeStruct((n, inputs), jnp.int8)
         return Int8Weight(integers, scales, k, group_size)
+    if kind == "nested8":
+        return NestedInt8Weight(packed, scales, packed, k, group_size)
     zeros = jax.ShapeDtypeStruct(scales.shape, jnp.int8) if detail == "zeros" else None
     return Int4Weight(packed, scales, k, group_size, zeros)
 
@@ -245,11 +253,11 @@ def _memory(allocations: str, bundles: str) -> dict[str, Any]:
     }
 
 
-def _schedule(dumps: Path, weight: Quantized) -> dict[str, Any]:
+def _schedule(dumps: Path, weight: Rounded) -> dict[str, Any]:
     """The cycles of the matrix kernel's loop, from the compiler's dump."""
     allocations, bundles = _dump(dumps)
     turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", bundles, re.MULTILINE))
-    stored = storage(weight).shape[1]
+    stored = storage(weight)["weights"].shape[1]
     found = re.search(rf"window shape is [us]8\[(\d+),{stored}\]", allocations)
     weights = quantized_matmul.BLOCKS_PER_TURN * BLOCK * int(found[1])
     loops = weight.shape[1] >= 2 * quantized_matmul.BLOCKS_PER_TURN * BLOCK

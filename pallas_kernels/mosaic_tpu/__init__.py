@@ -2,4 +2,4 @@
 
 from pallas_kernels.mosaic_tpu.attention import attention as attention
 from pallas_kernels.mosaic_tpu.attention import attention_refusal as attention_refusal
-from pallas_kernels.mosaic_tpu.quantized_matmul import matmul as matmul
+from pallas_kernels.mosaic_tpu.products import matmul as matmul

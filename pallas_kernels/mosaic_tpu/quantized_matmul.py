@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import BLOCK, PLANE, Quantized, padded_inputs
+from pallas_kernels.formats import BLOCK, PLANE, Quantized, Rounded, padded_inputs
 from pallas_kernels.mosaic_tpu import tiles
 from pallas_kernels.mosaic_tpu.decode import (
     above_smallest,
@@ -59,7 +59,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 class _Plan:
     """The parameters of a call that are known at trace time."""
 
-    kind: type[Quantized]
+    kind: type[Rounded]
     group_size: int | None
     blocks: int  # of 256 inputs
     exact: bool  # products are integers
@@ -95,7 +95,7 @@ class _Plan:
 
 def matmul(
     x: jax.Array,
-    weight: Quantized,
+    weight: Rounded,
     activation: Activation = "a16",
     *,
     int8_products: bool | None = None,
@@ -117,7 +117,7 @@ def matmul(
     Raises:
       ValueError: the kernel does not serve a shape or dtype.
     """
-    check(x, weight, activation)
+    check(x, weight, activation, Rounded if activation == "a16" else Quantized)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
     values, x_scales = multiplicands(x, weight.group_size, activation)
     per_group = {} if activation == "a16" else {"x_scales": x_scales}
@@ -138,7 +138,7 @@ def multiplies_int8() -> bool:
 def multiply(
     values: jax.Array,
     per_group: dict[str, jax.Array],
-    weight: Quantized,
+    weight: Rounded,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -175,14 +175,14 @@ def multiply(
     return y[:m]
 
 
-def _tiles(values: jax.Array, per_group: int, weight: Quantized, plan: _Plan) -> tiles.Tiles:
+def _tiles(values: jax.Array, per_group: int, weight: Rounded, plan: _Plan) -> tiles.Tiles:
     """The tiles for values: bf16 or int8[M, K] and `per_group` arrays with a value per group."""
     m, k = values.shape
     turns = 1 if plan.group_size is None else pl.cdiv(plan.blocks, plan.turn)
     return tiles.choose(
         m,
         weight.shape[0],
-        weight_bytes=storage(weight).shape[1],
+        weight_bytes=sum(array.shape[1] for array in storage(weight).values()),
         row_bytes=k * values.dtype.itemsize + per_group * turns * tiles.LANES * 4,
         packing=32 // values.dtype.itemsize,
         groups_per_plane=PLANE // plan.width if plan.group_size else 1,
@@ -192,18 +192,19 @@ def _tiles(values: jax.Array, per_group: int, weight: Quantized, plan: _Plan) ->
 def _operands(
     values: jax.Array,
     per_group: dict[str, jax.Array],
-    weight: Quantized,
+    weight: Rounded,
     plan: _Plan,
     tile: tiles.Tiles,
 ) -> tuple[dict[str, jax.Array], dict[str, pl.BlockSpec]]:
     """The kernel's operands by name, and the block of each that step (i, j) reads."""
     pad = ((0, tile.count * tile.rows - values.shape[0]), (0, 0))
     still = pl.Buffered(1 if tile.count == 1 else 2)  # a single tile of rows is copied once
-    arrays = {"x": jnp.pad(values, pad), "weights": storage(weight)}
+    arrays = {"x": jnp.pad(values, pad), **storage(weight)}
     specs = {
         "x": pl.BlockSpec((tile.rows, values.shape[1]), lambda i, j: (i, 0), pipeline_mode=still),
-        "weights": pl.BlockSpec((tile.columns, arrays["weights"].shape[1]), lambda i, j: (j, 0)),
     }
+    for name, array in storage(weight).items():
+        specs[name] = pl.BlockSpec((tile.columns, array.shape[1]), lambda i, j: (j, 0))
     for name, array in per_group.items():
         arrays[name] = _by_turn(jnp.pad(array, pad), plan)
         turns, _, groups = arrays[name].shape
@@ -219,7 +220,7 @@ def _operands(
     return arrays, specs
 
 
-def _per_output(weight: Quantized) -> dict[str, jax.Array]:
+def _per_output(weight: Rounded) -> dict[str, jax.Array]:
     """Scales, and zeros or minima: [N, groups] by name. TPUs have no float16."""
     return {
         name: part.astype(jnp.float32) if part.dtype == jnp.float16 else part
@@ -239,8 +240,9 @@ def _by_turn(array: jax.Array, plan: _Plan) -> jax.Array:
 def _kernel(refs: Refs, y: jax.Ref, scratch: Refs, plan: _Plan) -> None:
     """Computes y: f32[M, N], a tile of rows and outputs, from all inputs.
 
-    refs: x: bf16 or int8[M, K]; weights: uint8[N, K / 2] or int8[N, K]; scales, zeros, minima:
-    [groups, N] or [N, groups]; x_scales, x_sums: f32[turns, M, groups of a turn].
+    refs: x: bf16 or int8[M, K]; weights: uint8[N, K / 2] or int8[N, K]; rest: uint8[N, K / 2];
+    scales, zeros, minima: [groups, N] or [N, groups]; x_scales, x_sums: f32[turns, M, groups of a
+    turn].
     scratch: scales, zeros, minima: f32[groups, N], decoded; total: f32 or i32[M, N].
     """
     decoders = {"scales": decode_scales, "zeros": decode_zeros, "minima": decode_minima}
@@ -275,7 +277,7 @@ def _products(refs: Refs, block: jax.Array | int, rows: int, plan: _Plan) -> Ite
     start = block * BLOCK if isinstance(block, int) else pl.multiple_of(block * BLOCK, BLOCK)
     x = refs["x"][:, pl.ds(start, BLOCK)]
     parts = PLANE // plan.width
-    for plane, weights in enumerate(planes(refs["weights"], block, plan.kind)):
+    for plane, weights in enumerate(planes(refs, block, plan.kind)):
         stacked = lax.dot_general(
             _stacked(x[:, plane * PLANE : (plane + 1) * PLANE], parts),
             weights.astype(x.dtype),

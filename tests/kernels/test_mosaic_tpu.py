@@ -18,7 +18,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import mosaic_tpu, reference
 from pallas_kernels.formats import Quantized, int4_from_integers, mxfp4_from_codes
+from pallas_kernels.matmul import matmul
 from pallas_kernels.mosaic_tpu import tiles
+from pallas_kernels.planes import joined
 from tests.support.compiled import dequantize
 from tests.support.covering import representatives
 from tests.support.random_weights import random_int4, random_rows, random_weight, with_outliers
@@ -193,3 +195,33 @@ def test_what_the_kernel_cannot_serve_is_refused() -> None:
     for message, wrong in refused.items():
         with pytest.raises(ValueError, match=message):
             mosaic_tpu.matmul(x, wrong)
+
+
+@pytest.mark.parametrize(("n", "k"), [(37, 172), (300, 2304)])
+def test_bfloat16_products_and_their_rows(n: int, k: int) -> None:
+    # Part of a step, and two steps and a part. |kernel − exact| ≤ 2^-20 · Σ_k |x[m, k] · w[n, k]|;
+    # a misplaced input costs 2^-8 or more. A row has the same bits for any number of rows.
+    x, weight = random_rows(300, k), random_weight("bfloat16", n, k)
+    call = jax.jit(mosaic_tpu.matmul, static_argnames="interpret")
+    y = np.asarray(call(x, weight, interpret=True))
+    wide, w = np.asarray(x, np.float64), np.asarray(dequantize(weight), np.float64)
+    assert y.shape == (300, n) and y.dtype == np.float32
+    assert np.all(np.abs(y - wide @ w.T) <= np.abs(wide) @ np.abs(w).T * 2.0**-20)
+    for m in (1, 33):
+        np.testing.assert_array_equal(call(x[:m], weight, interpret=True), y[:m])
+
+
+@pytest.mark.parametrize("name", ["nested8-64", "nested8-channel"])
+def test_planes_of_8_bits_have_the_bits_of_8_bits(name: str) -> None:
+    weight, x = random_weight(name, 40, 700), random_rows(17, 700)
+    y, whole = (interpreted(x, each, "a16") for each in (weight, joined(weight)))
+    np.testing.assert_array_equal(y, whole)
+    with pytest.raises(ValueError, match=r"weight must be one of .* got NestedInt8Weight"):
+        mosaic_tpu.matmul(x, weight, "a8")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "nested8-64", "int4-128"])
+def test_the_door_takes_the_kernel(name: str) -> None:
+    x, weight = random_rows(17, 512), random_weight(name, 300, 512)
+    text = lowered("TPU v6 lite", matmul, x, weight)
+    assert text.count("@tpu_custom_call") == 1
