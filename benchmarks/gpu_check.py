@@ -59,7 +59,7 @@ from pallas_kernels.nested import Nested, NestedInt8Weight
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 from pallas_kernels.weight_values import dequantize
 
-PARTS = ("products", "attention", "decoding", "speed")
+PARTS = ("products", "entries", "attention", "decoding", "speed")
 SECONDS = 240  # of measuring; the checks before take up to five minutes
 SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
 ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
@@ -77,6 +77,7 @@ def main() -> int:
     print(f"{device_name()}, {', '.join(implementations)}, --seed {options.seed}", flush=True)
     checks: dict[str, Callable[[], Lines]] = {
         "products": lambda: numerics(implementations, options.seed),
+        "entries": lambda: attention_check.entries(options.seed),
         "attention": lambda: attention_check.numerics(implementations, options.seed),
         "decoding": lambda: exactness(options.seed),
     }

@@ -19,6 +19,8 @@ from benchmarks.support.checks import tried
 from benchmarks.support.common import table
 from pallas_kernels.attention import BLOCK, IMPLEMENTATIONS, attention
 from pallas_kernels.cache_entries import CACHE_BITS, Entries, quantize_entries, read_block
+from pallas_kernels.new_entries import rotate_and_write
+from pallas_kernels.rope import rotate
 
 HEADS, KV_HEADS = 32, 8  # Llama-3-8B's, of 128 features
 LENGTHS = (0, 127, 511, 1000)  # of the context: at the edges of blocks and inside
@@ -38,6 +40,44 @@ def numerics(implementations: list[str], seed: int) -> Lines:
         result = tried(partial(_check, name, bits, e, masked, window, rng))
         lines.append({"check": "attention", **case, "window": window, **result})
     return lines
+
+
+def entries(seed: int) -> Lines:
+    """One line per width of a head and number of new tokens: their queries, keys and values."""
+    rng = np.random.default_rng(seed)
+    return [
+        {"check": "entries", "e": e, "tokens": t, **tried(partial(_check_entries, t, e, rng))}
+        for t, e in product((1, 5), (64, 128))
+    ]
+
+
+def _check_entries(t: int, e: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Compares rotated queries and written entries with float32, and the rest of the cache.
+
+    Rounding to bfloat16 is off by at most 2^-8 of the largest value, and so is a rotation whose
+    multiplication and addition are fused.
+    """
+    b, lengths = len(LENGTHS), jnp.asarray(LENGTHS, jnp.int32)
+    q, k, v = (jnp.asarray(rng.normal(size=(b, t, n, e)), jnp.float32) for n in (8, 2, 2))
+    angles = rng.uniform(-10, 10, (b, t, e // 2))
+    rope = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    cached = _entries(rng, (b, 3, SLOTS, 2, e), 16), _entries(rng, (b, 3, SLOTS, 2, e), 16)
+    queries, written = rotate_and_write(q, k, v, rope, cached, lengths, 1, jnp.bfloat16)
+    new = np.arange(b)[:, None], 1, np.asarray(lengths)[:, None] + np.arange(t)
+    found = [queries, *(jax.lax.bitcast_convert_type(part[new], jnp.bfloat16) for part in written)]
+    expected = [rotate(q, *rope), rotate(k, *rope), v]
+    error = max(
+        float(jnp.abs(own.astype(jnp.float32) - each).max() / jnp.abs(each).max())
+        for own, each in zip(found, expected, strict=True)
+    )
+    untouched = all(
+        bool((own.at[new].set(0) == old.at[new].set(0)).all())
+        for own, old in zip(written, cached, strict=True)
+    )
+    return {
+        "error_of_bound": error / 2.0**-8, "untouched": untouched,
+        "passed": error <= 2.0**-8 and untouched,
+    }  # fmt: skip
 
 
 def _check(

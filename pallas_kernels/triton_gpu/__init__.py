@@ -2,5 +2,6 @@
 
 from pallas_kernels.triton_gpu.attention import attention as attention
 from pallas_kernels.triton_gpu.attention import attention_refusal as attention_refusal
+from pallas_kernels.triton_gpu.new_entries import rotate_and_write as rotate_and_write
 from pallas_kernels.triton_gpu.products import matmul as matmul
 from pallas_kernels.triton_gpu.products import products as products

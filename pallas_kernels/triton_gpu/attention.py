@@ -4,7 +4,8 @@ Two Pallas kernels, compiled by Pallas's Triton backend. The first reads the sto
 its programs serves ROW_TILE query rows of one batch row and key-value head, and runs the softmax
 over one segment of the slots, in slot order. The second kernel merges a tile's segments in order.
 With segments, the context of one row occupies all multiprocessors. Programs return at once for
-segments that their rows do not see, so the cost follows the context in use, or the window.
+segments that their rows do not see, so the cost follows the context in use, or the window. A cache
+of one segment takes one kernel; to merge one state changes no bit.
 
 `pallas_kernels.attention_reference` defines the result. Rounding differs in two places: softmax
 weights are rounded to bfloat16 for the tensor cores (their sum is not), and a quantized slot's
@@ -103,13 +104,14 @@ def attention(
             lengths, positions, mask, window, sinks,
             rows_per_token=per_token, tile=ROW_TILE, slots=slots,
         )  # fmt: skip
-    rows = shared.by_kv_head(queries, kv_heads, ROW_TILE)
     sinks = 0 if window is None else sinks
     visible = partial(_visible, tiles, slots // BLOCK)
     states = _segments(
-        rows, shown, lengths, layer, keys, values, visible, sinks, head_scale, interpret
+        queries, shown, lengths, layer, keys, values, visible, sinks, head_scale, interpret
     )
-    merged = _merged(shown, lengths, states, visible, sinks, interpret)
+    merged = states[0]
+    if len(states) > 1:
+        merged = _merged(shown, lengths, states, visible, sinks, interpret)
     return shared.by_token(merged, queries.shape)
 
 
@@ -139,7 +141,7 @@ def _of_tile(shown: Sequence[jax.Array]) -> list[pl.BlockSpec]:
 
 
 def _segments(
-    rows: jax.Array,
+    queries: jax.Array,
     shown: Sequence[jax.Array],
     lengths: jax.Array,
     layer: jax.Array,
@@ -150,72 +152,83 @@ def _segments(
     head_scale: float,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Computes each segment's state: f32[B, K, segments, R] twice, f32[B, K, segments, R, E]."""
-    b, kv_heads, r, e = rows.shape
-    layers, slots = keys.shape[1:3]
+    """Computes each segment's state: f32[B, K, segments, R] twice, f32[B, K, segments, R, E].
+
+    Of a single segment only the result: f32[B, K, R, E].
+    """
+    b, t, heads, e = queries.shape
+    layers, slots, kv_heads = keys.shape[1:4]
+    r = pl.cdiv(t * heads // kv_heads, ROW_TILE) * ROW_TILE
     segments = pl.cdiv(slots, SEGMENT * BLOCK)
 
     def of_head(part: jax.Array) -> pl.BlockSpec:
         shape, rest = (None, layers, slots, None, *part.shape[4:]), (0,) * (part.ndim - 4)
         return pl.BlockSpec(shape, lambda i, j, n, s: (i, 0, 0, j, *rest))
 
-    results = [(b, kv_heads, segments, r)] * 2 + [(b, kv_heads, segments, r, e)]
+    def of_rows(*rest: int) -> pl.BlockSpec:
+        zeros = (0,) * len(rest)
+        return pl.BlockSpec(
+            (None, None, None, ROW_TILE, *rest), lambda i, j, n, s: (i, j, s, n, *zeros)
+        )
+
+    whole = (b, kv_heads, segments, r, e)
+    shapes = [whole] if segments == 1 else [whole[:4], whole[:4], whole]
     pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
     states: list[jax.Array] = pl.pallas_call(
         partial(
             _read_segment,
             visible=visible,
+            per_token=heads // kv_heads,
             width=_plane_width(e, keys),
             sinks=sinks,
             scale=shared.exponent_scale(head_scale),
         ),
         grid=(b, kv_heads, r // ROW_TILE, segments),
         in_specs=[
-            pl.BlockSpec((None, None, ROW_TILE, e), lambda i, j, n, s: (i, j, n, 0)),
+            pl.BlockSpec((None, t, heads, e), lambda i, j, n, s: (i, 0, 0, 0)),
             _of_tile(shown),
             pl.BlockSpec((None,), lambda i, j, n, s: (i,)),
             pl.BlockSpec((None,), lambda i, j, n, s: (0,)),
             *([of_head(part) for part in jax.tree.leaves(entries)] for entries in (keys, values)),
         ],
-        out_specs=[
-            *[pl.BlockSpec((None, None, None, ROW_TILE), lambda i, j, n, s: (i, j, s, n))] * 2,
-            pl.BlockSpec((None, None, None, ROW_TILE, e), lambda i, j, n, s: (i, j, s, n, 0)),
-        ],
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results],
+        out_specs=[of_rows(*shape[4:]) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
         interpret=interpret,
-    )(rows, list(shown), lengths, layer[None], jax.tree.leaves(keys), jax.tree.leaves(values))
-    return states
+    )(queries, list(shown), lengths, layer[None], jax.tree.leaves(keys), jax.tree.leaves(values))
+    return [states[0][:, :, 0]] if segments == 1 else states
 
 
 def _read_segment(
-    q: jax.Ref,
+    queries: jax.Ref,
     shown: list[jax.Ref],
     length: jax.Ref,
     layer: jax.Ref,
     keys: list[jax.Ref],
     values: list[jax.Ref],
-    *state: jax.Ref,
+    *out: jax.Ref,
     visible: Callable[..., Any],
+    per_token: int,
     width: int,
     sinks: int,
     scale: float,
 ) -> None:
     """Computes one segment's state for one tile of R = ROW_TILE rows. The first reads the sinks.
 
-    q: [R, E]; shown, visible: see `_visible`; length, layer: int32[]; keys, values: [L, S, E] in a
-    list, or codes, scales and zeros; state: f32[R] twice and f32[R, E].
+    queries: [T, H, E]; shown, visible: see `_visible`; length, layer: int32[]; keys, values:
+    [L, S, E] in a list, or codes, scales and zeros; out: the state, f32[R] twice and f32[R, E], or
+    the result of a single segment, f32[R, E].
     """
     context, number, segment = length[...], layer[...], pl.program_id(3)
-    columns, first_block, end_block = visible(shown, context, pl.program_id(2))
+    tile = pl.program_id(1), pl.program_id(2)
+    columns, first_block, end_block = visible(shown, context, tile[1])
     first = jnp.maximum(first_block, segment * SEGMENT)
     end = jnp.minimum(end_block, (segment + 1) * SEGMENT)
     apart = jnp.where(segment == 0, shared.blocks_apart(first_block, sinks), 0)
+    planes = [pl.ds(i, width) for i in range(0, queries.shape[2], width)]
 
-    @pl.when((first < end) | (apart > 0))
-    def read() -> None:
-        planes = [pl.ds(i, width) for i in range(0, q.shape[1], width)]
-        parts = [q[:, plane] for plane in planes]
+    def state() -> shared.State:
+        parts = [_rows(queries, tile, per_token, width, i) for i in range(len(planes))]
 
         def add(block: jax.Array, before: shared.State) -> shared.State:
             decoded, scales = _decode(keys, number, block, len(planes))
@@ -234,11 +247,38 @@ def _read_segment(
         before = shared.start(ROW_TILE, [width] * len(planes))
         if sinks:
             before = lax.fori_loop(0, apart, add, before)
-        highest, weight, parts_of_sums = lax.fori_loop(first, end, add, before)
-        maximum, total, sums = state
+        after: shared.State = lax.fori_loop(first, end, add, before)
+        return after
+
+    if len(out) == 1:
+        for plane, part in zip(planes, shared.finish(state()), strict=True):
+            out[0][:, plane] = part
+        return
+
+    @pl.when((first < end) | (apart > 0))
+    def read() -> None:
+        highest, weight, parts_of_sums = state()
+        maximum, total, sums = out
         maximum[...], total[...] = highest[:, 0], weight[:, 0]
         for plane, part in zip(planes, parts_of_sums, strict=True):
             sums[:, plane] = part
+
+
+def _rows(
+    queries: jax.Ref, tile: tuple[jax.Array, jax.Array], per_token: int, width: int, plane: int
+) -> jax.Array:
+    """A tile's query rows of one key-value head: bf16[ROW_TILE, width], zeros behind the last.
+
+    queries: [T, H, E]; tile: the head's and the tile's number; plane: which of the parts of a head.
+    """
+    tokens, (head, number) = queries.shape[0], tile
+    row = number * ROW_TILE + jnp.arange(ROW_TILE)
+    token, query = row // per_token, head * per_token + row % per_token
+    features = plane * width + jnp.arange(width)[None, :]
+    inside = jnp.broadcast_to((token < tokens)[:, None], (ROW_TILE, width))
+    at = queries.at[token[:, None], query[:, None], features]
+    rows: jax.Array = pltriton.load(at, mask=inside, other=0.0)
+    return rows
 
 
 def _decode(

@@ -14,6 +14,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.cache_entries import (
@@ -23,6 +24,7 @@ from pallas_kernels.cache_entries import (
     move_entries,
     write_entries,
 )
+from pallas_kernels.new_entries import rotate_and_write
 from specjax.model.config import ModelConfig
 
 SINKS = 4  # the first positions, which passes under a window see too (StreamingLLM, section 3.2)
@@ -90,6 +92,22 @@ class KVCache:
             keys=write_entries(self.keys, rows, layer, slots, keys),
             values=write_entries(self.values, rows, layer, slots, values),
         )
+
+    def write_rotated(
+        self, layer: jax.Array | int, queries: jax.Array, keys: jax.Array, values: jax.Array,
+        rope: tuple[jax.Array, jax.Array], dtype: DTypeLike,
+    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
+        """Rotates queries and keys, and writes as `write` does into a cache that is not quantized.
+
+        queries: f32[B, T, H, E]; keys, values: f32[B, T, K, E].
+        rope: cosines and sines of the tokens' angles, f32[B, T, E / 2] each.
+        dtype: that of the model; the rotated queries come in it.
+        """
+        cached = self.keys, self.values
+        queries, (keys, values) = rotate_and_write(
+            queries, keys, values, rope, cached, self.lengths, layer, dtype
+        )
+        return queries, dataclasses.replace(self, keys=keys, values=values)
 
     def move(self, sources: jax.Array, targets: jax.Array) -> KVCache:
         """Copies entries from slots to slots of every layer, in place. int32[B, N] each.

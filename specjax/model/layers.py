@@ -115,10 +115,15 @@ def over_layers(
     """
     if isinstance(layers, LayerStack) and numbers:
 
-        def turn(carry: Carry, number: jax.Array) -> tuple[Carry, None]:
-            return step(layers.view(number), number, carry), None
+        def turn(number: jax.Array, carry: Carry) -> Carry:
+            return step(layers.view(number), number, carry)
 
-        return lax.scan(turn, carry, jnp.array(numbers, jnp.int32))[0]
+        begin, end = numbers[0], numbers[-1] + 1
+        if numbers == tuple(range(begin, end)):  # on a GPU, to look numbers up is a launch
+            every: Carry = lax.fori_loop(begin, end, turn, carry)
+            return every
+        chosen = jnp.array(numbers, jnp.int32)
+        return lax.scan(lambda carry, number: (turn(number, carry), None), carry, chosen)[0]
     for number in numbers:
         carry = step(layers[number], number, carry)
     return carry

@@ -271,11 +271,14 @@ def _attention_block(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = norm(q, layer.q_norm, config, jnp.float32)
         k = norm(k, layer.k_norm, config, jnp.float32)
-    if config.hadamard and cache.bits < 16:  # the scores stay the same; keys lose less in rounding
-        q, k = (round_to(hadamard(rotate(y, *context.rope, jnp.float32)), x.dtype) for y in (q, k))
+    if cache.bits == 16:
+        q, cache = cache.write_rotated(index, q, k, v, context.rope, x.dtype)
     else:
-        q, k = (rotate(y, *context.rope, x.dtype) for y in (q, k))
-    cache = cache.write(index, k, round_to(v, x.dtype))
+        q, k = (rotate(y, *context.rope, jnp.float32) for y in (q, k))
+        if config.hadamard:  # the scores stay the same; keys lose less in rounding
+            q, k = (hadamard(y) for y in (q, k))
+        cache = cache.write(index, round_to(k, x.dtype), round_to(v, x.dtype))
+        q = round_to(q, x.dtype)
     window, sinks = cache.sight(config.window(index))
     mixed = attention(
         q, cache.keys, cache.values, cache.lengths, context.positions, context.ancestors, index,
