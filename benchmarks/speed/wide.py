@@ -1,4 +1,4 @@
-"""Times decoding of a model of a billion parameters on a GPU, beside plain decoding.
+"""Times decoding of a model of a billion parameters beside plain decoding, on CPU or GPU.
 
 The model is a small trained one, widened (`benchmarks.support.widen`): real prompts, real
 acceptance, and the cost of the large shape. A batch is decoded as a whole by every drafter in turn,

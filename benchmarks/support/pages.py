@@ -316,10 +316,11 @@ SECTIONS = (
             "*speedup* is over plain decoding in the same run. *16-bit head* keeps the output "
             "matrix in 16 bits; *4-bit target* rows compare with plain decoding of that model.",
             _drafters, apart=True),
-    Section("speed.wide", "wide*", "Drafters on a GPU, a billion parameters",
-            "`tiny-16bit` widened as above, its prompts read inside the time. *identical*: outputs "
-            "that are plain decoding's; *round ms*: one turn of the loop; *compile s*: of all "
-            "programs at once, on 16 cores.", gpu_tables.wide),
+    Section("speed.wide", "wide*", "Drafters on CPU and GPU, a billion parameters",
+            "`tiny-16bit` widened as above, its prompts read inside the time. Nested models are "
+            "compared with plain decoding in bfloat16. *identical*: outputs that are plain "
+            "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at once, "
+            "the GPU's on 16 cores.", gpu_tables.wide),
     Section("speed.qspec", "qspec", "QSpec on `tiny`"),
     Section("speed.planner", "planner", "Predicted and measured speed-up"),
     Section("speed.drafter_cost", "drafter_cost*", "Cost of drafters without a model",

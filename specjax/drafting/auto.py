@@ -51,7 +51,7 @@ _REMEMBERED = len(_OF_TEXT)  # the first kind of the memory
 _OF_MODEL = 0.9  # the model's acceptance before any is seen
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
-_MARGIN = 1.02  # drafting must promise so much more than not drafting
+_MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
 _PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
