@@ -4,9 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := .venv-compilers
 GPU := .venv-gpu
-# Two processes occupy two cores: to divide a program's compilation among threads is work for nothing.
-# jaxlib 0.11, which Python 3.12 and later get, refuses the last flag.
-COMPILE_QUICKLY = --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 $(shell $(BIN)/python -c \
+# jaxlib 0.11, which Python 3.12 and later get, refuses the second flag.
+COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
     'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * (jaxlib.__version__ < "0.11"))')
 # Files with tests of these marks.
 marked = $(shell grep -lr "mark\.\($(1)\)" tests --include="*.py")
