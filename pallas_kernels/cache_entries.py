@@ -87,6 +87,25 @@ def write_entries(
     return written
 
 
+def write_after(
+    cached: tuple[Entries, Entries],
+    lengths: jax.Array,
+    layer: jax.Array | int,
+    new: tuple[jax.Array, jax.Array],
+) -> tuple[Entries, Entries]:
+    """Writes T new keys and values per row to the slots lengths … lengths + T - 1.
+
+    Args:
+      cached: keys and values of all layers.
+      lengths: int32[B].
+      layer: int32[].
+      new: bf16 or f32[B, T, K, E] each. Those past the capacity are dropped.
+    """
+    b, t = new[0].shape[:2]
+    place = jnp.arange(b)[:, None], layer, lengths[:, None] + jnp.arange(t)
+    return write_entries(cached[0], *place, new[0]), write_entries(cached[1], *place, new[1])
+
+
 def read_block(entries: Entries, place: Place, start: jax.Array, size: int) -> jax.Array:
     """Reads slots start … start + size - 1 of one row and layer: f32[size, K, E]."""
 

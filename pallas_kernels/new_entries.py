@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.cache_entries import write_entries
+from pallas_kernels.cache_entries import write_after
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
@@ -70,9 +70,5 @@ def _one_by_one(
     dtype: DTypeLike,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     queries, keys = (rotate(each, *rope, dtype) for each in (queries, keys))
-    rows, slots = jnp.arange(keys.shape[0])[:, None], lengths[:, None] + jnp.arange(keys.shape[1])
-    new = keys, round_to(values, dtype)
-    written: Any = tuple(
-        write_entries(old, rows, layer, slots, each) for old, each in zip(cached, new, strict=True)
-    )
+    written: Any = write_after(cached, lengths, layer, (keys, round_to(values, dtype)))
     return queries, written

@@ -154,7 +154,7 @@ def _segments(
 ) -> list[jax.Array]:
     """Computes each segment's state: f32[B, K, segments, R] twice, f32[B, K, segments, R, E].
 
-    Of a single segment only the result: f32[B, K, R, E].
+    A single segment gives the result alone: f32[B, K, R, E].
     """
     b, t, heads, e = queries.shape
     layers, slots, kv_heads = keys.shape[1:4]

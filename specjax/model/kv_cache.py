@@ -22,7 +22,7 @@ from pallas_kernels.cache_entries import (
     QuantizedEntries,
     empty_entries,
     move_entries,
-    write_entries,
+    write_after,
 )
 from pallas_kernels.new_entries import rotate_and_write
 from specjax.model.config import ModelConfig
@@ -84,14 +84,9 @@ class KVCache:
         layer: the layer that they belong to, int32[].
         keys, values: bf16 or f32[B, T, K, E]. Entries past the capacity are dropped.
         """
-        b, t = keys.shape[:2]
-        rows = jnp.arange(b)[:, None]
-        slots = self.lengths[:, None] + jnp.arange(t)
-        return dataclasses.replace(
-            self,
-            keys=write_entries(self.keys, rows, layer, slots, keys),
-            values=write_entries(self.values, rows, layer, slots, values),
-        )
+        cached, new = (self.keys, self.values), (keys, values)
+        after = write_after(cached, self.lengths, layer, new)
+        return dataclasses.replace(self, keys=after[0], values=after[1])
 
     def write_rotated(
         self, layer: jax.Array | int, queries: jax.Array, keys: jax.Array, values: jax.Array,
