@@ -34,22 +34,23 @@ constexpr int few_portions(Arithmetic arithmetic) {
 }
 
 // Vectors of outputs that are multiplied side by side: they share every word of x. Sums of floats
-// need two, because a product waits for the previous one of its sum; memory is read fastest from
-// end to end, in one stream.
-constexpr int vectors_beside(Arithmetic arithmetic) { return is_integer(arithmetic) ? 1 : 2; }
+// always need two, because a product waits for the previous one of its sum; of integers there are
+// two while both runs of both have registers.
+template <Arithmetic A, Kind kind>
+constexpr int vectors_beside(int rows) {
+  const int most = few_rows(A, kind) * kFewSums / kFewRows;
+  return is_integer(A) && 4 * rows * kPerSum<A> > most ? 1 : 2;
+}
 
 // Outputs that a thread multiplies at a time: whole tiles, and so few that all threads end
 // together.
 inline constexpr int64_t kFewColumns = 2 * kLanes > kTileRows ? 2 * kLanes : kTileRows;
 
-// Prefetch distance in bytes, for each vector beside another. The hardware's own prefetching stops
+// Prefetch distances in bytes, for each vector beside another. The hardware's own prefetching stops
 // at the end of every page. Lines are asked for into the second-level cache, which can wait for
-// more of them at a time than the first-level one, and again shortly before they are read; two
-// streams need that. Where products take longer than memory, the first-level cache can wait.
+// more of them at a time than the first-level one, and again shortly before they are read: so far
+// ahead they would push one another out of the first-level cache.
 inline constexpr int64_t kAhead = 1 << 14, kShortlyAhead = 1 << 10;
-constexpr bool products_take_longer(Kind kind, int rows) {
-  return kind <= Kind::kMxfp4 && rows >= 4;
-}
 
 // Chunks of a weight that all portions multiply before the next ones are read.
 inline constexpr int64_t kFewChunks = 4;
@@ -196,12 +197,8 @@ class FewRows {
   }
 
   SPECJAX_INLINE void ask_for(const uint8_t* from) const {
-    if constexpr (products_take_longer(kind, R)) {
-      __builtin_prefetch(from + ahead_);
-    } else {
-      __builtin_prefetch(from + ahead_, 0, 2);
-      if (V > 1) __builtin_prefetch(from + kShortlyAhead);
-    }
+    __builtin_prefetch(from + ahead_, 0, 2);
+    __builtin_prefetch(from + kShortlyAhead);
   }
 
   // How far ahead lines are prefetched where `left` bytes of a tile are left. Lines of padding are
@@ -282,29 +279,32 @@ class FewRows {
   Escapes escapes_[V];
 };
 
-// Adds chunks first … last - 1 for the portion of `rows` rows from `row` on.
+// Adds chunks first … last - 1 for the R rows from `row` on.
 template <Arithmetic A, Kind kind, int R, int V>
-inline void add_portion(const Product& p, int64_t column, int64_t row, int64_t rows, int64_t first,
-                        int64_t last, Float (*y)[V]) {
-  if constexpr (R > 1) {
-    if (rows < R) return add_portion<A, kind, R - 1, V>(p, column, row, rows, first, last, y);
-  }
+[[gnu::noinline]] void add_portion(const Product& p, int64_t column, int64_t row, int64_t first,
+                                   int64_t last, Float (*y)[V]) {
   FewRows<A, kind, R, V>(p, column, row).add(first, last, y);
 }
 
-// R: the most rows of a portion.
+// R: the rows of a portion. The last portion may have one less.
 template <Arithmetic A, Kind kind, int R>
 inline void multiply_few(const Product& p, int64_t column, int64_t m, float* y) {
-  constexpr int V = vectors_beside(A);
-  const int64_t chunks = p.how.inputs / (2 * kRun<A>), portion = p.how.portion;
-  const int64_t block = m > portion ? kFewChunks : chunks;
+  if constexpr (R > 1) {
+    if (p.how.portion < R) return multiply_few<A, kind, R - 1>(p, column, m, y);
+  }
+  constexpr int V = vectors_beside<A, kind>(R);
+  const int64_t chunks = p.how.inputs / (2 * kRun<A>);
+  const int64_t block = m > R ? kFewChunks : chunks;
   for (int64_t n = column; n < column + kFewColumns && n < p.w.n; n += V * kLanes) {
     Float sums[few_portions(A) * R][V] = {};
     for (int64_t chunk = 0; chunk < chunks; chunk += block) {
       const int64_t last = chunk + block < chunks ? chunk + block : chunks;
-      for (int64_t row = 0; row < m; row += portion) {
-        const int64_t rows = m - row < portion ? m - row : portion;
-        add_portion<A, kind, R, V>(p, n, row, rows, chunk, last, sums + row);
+      for (int64_t row = 0; row < m; row += R) {
+        if (m - row >= R) {
+          add_portion<A, kind, R, V>(p, n, row, chunk, last, sums + row);
+        } else if constexpr (R > 1 && few_portions(A) > 1) {
+          add_portion<A, kind, R - 1, V>(p, n, row, chunk, last, sums + row);
+        }
       }
     }
     for (int v = 0; v < V; ++v) {

@@ -105,7 +105,6 @@ inline void multiply_many(const Product& p, int64_t column, int64_t first, int64
 template <Arithmetic A, Kind kind>
 inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   if (p.how.way == Way::kFewRows) {
-    if (m == 1) return multiply_few<A, kind, 1>(p, column, m, y);
     return multiply_few<A, kind, few_rows(A, kind)>(p, column, m, y);
   }
   const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
