@@ -34,12 +34,13 @@ constexpr int few_portions(Arithmetic arithmetic) {
 }
 
 // Vectors of outputs that are multiplied side by side: they share every word of x. Sums of floats
-// always need two, because a product waits for the previous one of its sum; of integers there are
-// two while both runs of both have registers.
+// always need two, because a product waits for the previous one of its sum. Those of integers take
+// two while both runs of both have registers, but for one row, which shares no word: memory is read
+// fastest from end to end, in one stream.
 template <Arithmetic A, Kind kind>
 constexpr int vectors_beside(int rows) {
   const int most = few_rows(A, kind) * kFewSums / kFewRows;
-  return is_integer(A) && 4 * rows * kPerSum<A> > most ? 1 : 2;
+  return is_integer(A) && (rows == 1 || 4 * rows * kPerSum<A> > most) ? 1 : 2;
 }
 
 // Outputs that a thread multiplies at a time: whole tiles, and so few that all threads end
@@ -50,7 +51,7 @@ inline constexpr int64_t kFewColumns = 2 * kLanes > kTileRows ? 2 * kLanes : kTi
 // at the end of every page. Lines are asked for into the second-level cache, which can wait for
 // more of them at a time than the first-level one, and again shortly before they are read: so far
 // ahead they would push one another out of the first-level cache.
-inline constexpr int64_t kAhead = 1 << 14, kShortlyAhead = 1 << 10;
+inline constexpr int64_t kAhead = 1 << 14, kShortlyAhead = 1 << 11;
 
 // Chunks of a weight that all portions multiply before the next ones are read.
 inline constexpr int64_t kFewChunks = 4;
@@ -60,7 +61,12 @@ template <Arithmetic A, Kind kind, int R, int V>
 class FewRows {
  public:
   FewRows(const Product& p, int64_t column, int64_t row)
-      : p_(p), groups_(p.w, column), row_(row), x_(p.words<A>(row, 0)) {
+      : p_(p),
+        groups_(p.w, column),
+        row_(row),
+        x_(p.words<A>(row, 0)),
+        read_(read_bytes(p)),
+        unread_(kTiles * p.w.row_bytes * kTileRows - read_) {
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       // Where there are no more outputs, the first ones stand in.
       const int64_t n = column + v * kLanes < p.w.n ? column + v * kLanes : column;
@@ -79,6 +85,7 @@ class FewRows {
       const int64_t offset = chunk * kChunkBytes, left = tile_bytes - offset;
       groups_.ask<A>(V, chunk + 2);
       ahead_ = ahead(left);
+      left_ = read_ - offset;
       const uint8_t* from[V];
       alignas(64) uint8_t edge[V][kWholeChunks ? 1 : kChunkBytes];
       SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
@@ -148,15 +155,16 @@ class FewRows {
     }
     Vector sums[kCount][R][V] = {};
     for (int64_t slice = begin; slice < last; ++slice, x += kDepth * R) {
+      const int64_t shortly = shortly_ahead(left_ - offset - slice * kSliceLines * kLineBytes);
       if (kind == Kind::kBfloat12 && escapes_before(start + (slice + 1) * kSliceInputs)) {
         add_with_escapes(start + slice * kSliceInputs, x, sums[0]);
-        SPECJAX_UNROLL for (int v = 0; v < V; ++v) pass<kSliceLines>(from[v], true);
+        SPECJAX_UNROLL for (int v = 0; v < V; ++v) pass<kSliceLines>(from[v], shortly, true);
       } else {
         SPECJAX_UNROLL for (int line = 0; line < kSliceLines; line += Decode::kLines) {
           typename Decode::Stored stored[V];
           SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
             stored[v] = read(from[v], v);
-            pass<Decode::kLines>(from[v], first == 0 || !kSameWords);
+            pass<Decode::kLines>(from[v], shortly, first == 0 || !kSameWords);
           }
           SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
             SPECJAX_UNROLL for (int run = 0; run < kCount; ++run) {
@@ -188,17 +196,29 @@ class FewRows {
 
   // Steps over kCount lines. `ask`: prefetches those that the first portion reads later.
   template <int kCount>
-  SPECJAX_INLINE void pass(const uint8_t*& from, bool ask) const {
+  SPECJAX_INLINE void pass(const uint8_t*& from, int64_t shortly, bool ask) const {
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kLineBytes) {
       if (!ask || row_ != 0) continue;
-      ask_for(from);
-      if constexpr (kind == Kind::kNestedInt8) ask_for(from + to_rest());
+      ask_for(from, shortly);
+      if constexpr (kind == Kind::kNestedInt8) ask_for(from + to_rest(), shortly);
     }
   }
 
-  SPECJAX_INLINE void ask_for(const uint8_t* from) const {
+  SPECJAX_INLINE void ask_for(const uint8_t* from, int64_t shortly) const {
     __builtin_prefetch(from + ahead_, 0, 2);
-    __builtin_prefetch(from + kShortlyAhead);
+    __builtin_prefetch(from + shortly);
+  }
+
+  // The bytes of a tile up to its last line that is read. Padding follows.
+  static int64_t read_bytes(const Product& p) {
+    const int64_t inputs = p.inputs_from(0, p.how.inputs), rest = inputs % kPlanePair;
+    if (!kSameWords) return inputs * (kChunkBytes / (2 * kRun<A>));
+    return (inputs / kPlanePair * kPlane + (rest < kPlane ? rest : kPlane)) * kTileRows;
+  }
+
+  // How far ahead lines are asked for once more where `left` bytes of a tile will be read.
+  SPECJAX_INLINE int64_t shortly_ahead(int64_t left) const {
+    return left > kShortlyAhead ? kShortlyAhead : kShortlyAhead + unread_;
   }
 
   // How far ahead lines are prefetched where `left` bytes of a tile are left. Lines of padding are
@@ -270,10 +290,11 @@ class FewRows {
   Groups groups_;
   const int64_t row_;
   const uint32_t* const x_;
-  int64_t n_[V];     // the first output of a vector
+  const int64_t read_, unread_;  // bytes of a tile; bytes from there to the next tiles
+  int64_t n_[V];                 // the first output of a vector
   int64_t lane_[V];  // bytes between a word of the tile's first row and that of the first output
   const uint8_t* tile_[V];
-  int64_t ahead_;
+  int64_t ahead_, left_;  // bytes: prefetched ahead; of the tile, read from the chunk on
   Decode decoder_;
   const uint8_t* palettes_[V];
   Escapes escapes_[V];
