@@ -86,7 +86,7 @@ def _measured(runs: Runs, cell: _Cell, options: Any) -> list[dict[str, Any]]:
 def _options() -> Any:
     parse = parser(__doc__)
     add = parse.add_argument
-    add("--drafters", nargs="+", default=COMPARED, help="names in benchmarks/support/instruct.py")
+    add("--drafters", nargs="+", default=COMPARED, choices=cases())
     add("--prompts", type=int, default=24, help="prompts per kind")
     add("--widths", type=int, nargs="+", default=[96, 192], help="to which prompts are padded")
     add("--max-new-tokens", type=int, default=64)
