@@ -47,10 +47,10 @@ constexpr int vectors_beside(int rows) {
 // together.
 inline constexpr int64_t kFewColumns = 2 * kLanes > kTileRows ? 2 * kLanes : kTileRows;
 
-// Prefetch distances in bytes, for each vector beside another. The hardware's own prefetching stops
-// at the end of every page. Lines are asked for into the second-level cache, which can wait for
-// more of them at a time than the first-level one, and again shortly before they are read: so far
-// ahead they would push one another out of the first-level cache.
+// Prefetch distances in bytes: the first for each vector beside another. The hardware's own
+// prefetching stops at the end of every page. Lines are asked for into the second-level cache,
+// which can wait for more of them at a time than the first-level one, and again shortly before they
+// are read: so far ahead they would push one another out of the first-level cache.
 inline constexpr int64_t kAhead = 1 << 14, kShortlyAhead = 1 << 11;
 
 // Chunks of a weight that all portions multiply before the next ones are read.
@@ -300,7 +300,8 @@ class FewRows {
   Escapes escapes_[V];
 };
 
-// Adds chunks first … last - 1 for the R rows from `row` on.
+// Adds chunks first … last - 1 for the R rows from `row` on. Out of line: it is called
+// for two sizes of portions, and is most of what there is to compile.
 template <Arithmetic A, Kind kind, int R, int V>
 [[gnu::noinline]] void add_portion(const Product& p, int64_t column, int64_t row, int64_t first,
                                    int64_t last, Float (*y)[V]) {
