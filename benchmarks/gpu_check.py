@@ -2,7 +2,7 @@
 
 1. Numerics: compares every format, activation precision and awkward size of the GPU kernels, and
    attention over every cache, with float64 on fresh random inputs (`--seed` repeats a run). Also
-   checks that a row's bits do not depend on the number of rows or tokens.
+   checks that a row's bits, those of norms too, do not depend on the number of rows or tokens.
 2. Exactness: compares QSpec's output on the bundled model with plain decoding's.
 3. Speed: times attention with Llama-3-8B's heads beside the time to read its cache, and the
    model's layers beside the GPU's measured limits, XLA's 16-bit product and PyTorch's kernels
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -56,10 +57,11 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
 from pallas_kernels.nested import Nested, NestedInt8Weight
+from pallas_kernels.norms import rms_norm
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 from pallas_kernels.weight_values import dequantize
 
-PARTS = ("products", "entries", "attention", "decoding", "speed")
+PARTS = ("products", "norms", "entries", "attention", "decoding", "speed")
 SECONDS = 240  # of measuring; the checks before take up to five minutes
 SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
 ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
@@ -77,6 +79,7 @@ def main() -> int:
     print(f"{device_name()}, {', '.join(implementations)}, --seed {options.seed}", flush=True)
     checks: dict[str, Callable[[], Lines]] = {
         "products": lambda: numerics(implementations, options.seed),
+        "norms": lambda: norms(options.seed),
         "entries": lambda: attention_check.entries(options.seed),
         "attention": lambda: attention_check.numerics(implementations, options.seed),
         "decoding": lambda: exactness(options.seed),
@@ -244,6 +247,37 @@ def _represented(x: jax.Array, weight: Any, activation: str, split: bool) -> np.
         )
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
+
+
+def norms(seed: int) -> Lines:
+    """One line per width and dtype of the norm; rows alone, together and in another program."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for width, dtype in product((64, 576, 2048, 4096), ("bfloat16", "float32")):
+        x = jnp.asarray(rng.normal(size=(ROWS[-1], width)) * 3, dtype)
+        scale = jnp.asarray(rng.uniform(0.5, 2, width), dtype)
+        case = {"check": "norms", "width": width, "dtype": dtype}
+        lines.append(case | tried(partial(_check_norm, x, scale)))
+    return lines
+
+
+def _check_norm(x: jax.Array, scale: jax.Array) -> dict[str, Any]:
+    """Compares norms with float64: the sum of squares costs 2^-20 at most, and the root less."""
+    wide, scales = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5) * scales
+    y = np.asarray(rms_norm(x, scale, 1e-5))
+    together = jax.jit(lambda x: rms_norm(x + x, scale, 1e-5) + 1)
+    differ = [
+        m for m in ROWS
+        if (np.asarray(rms_norm(x[:m], scale, 1e-5)) != y[:m]).any()
+        or (np.asarray(together(x[:m])) != np.asarray(together(x))[:m]).any()
+    ]  # fmt: skip
+    worst = float((np.abs(y - exact) / (np.abs(exact) * 2.0**-19 + 1e-30)).max())
+    return {
+        "error_of_bound": worst,
+        "rows_that_differ": differ,
+        "passed": worst <= 1 and not differ,
+    }
 
 
 # --- Exactness

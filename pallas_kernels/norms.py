@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import cpu
-from pallas_kernels.platforms import by_platform
+from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float, round_to
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.settings import own_settings
@@ -51,6 +51,7 @@ def rms_norm(
         result=jax.ShapeDtypeStruct(x.shape, dtype),
         default=partial(reference, eps=eps, dtype=dtype),
         cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype),
+        cuda=partial(deferred("triton_gpu", "rms_norm"), eps=eps, dtype=dtype),
     )
     return y
 
@@ -58,7 +59,7 @@ def rms_norm(
 def reference(
     x: jax.Array, scale: jax.Array, eps: float, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Computes `rms_norm` in plain jnp. The C++ library is tested against it."""
+    """Computes `rms_norm` in plain jnp. The kernels are tested against it."""
     values = x.astype(jnp.float32)
     inverse = lax.rsqrt(_sum(values * values) / x.shape[-1] + eps)
     return round_to(values * inverse * scale.astype(jnp.float32), dtype)

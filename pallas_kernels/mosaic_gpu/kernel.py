@@ -27,8 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import words
 from pallas_kernels.formats import BLOCK, PLANE
-from pallas_kernels.mosaic_gpu import registers, words
+from pallas_kernels.mosaic_gpu import registers
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, ROWS, Plan
 from pallas_kernels.mosaic_gpu.registers import ACCUMULATOR, PACKED
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from pallas_kernels.formats import BLOCK, PLANE
-from pallas_kernels.mosaic_gpu.words import Decoder
+from pallas_kernels.words import Decoder
 
 MULTIPROCESSORS = 132  # on an H100 or H200
 ROWS = 64  # outputs per warpgroup, the rows of a wgmma

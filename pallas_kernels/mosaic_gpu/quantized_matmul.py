@@ -33,9 +33,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import words
 from pallas_kernels.activations import Activation
 from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, padded_inputs
-from pallas_kernels.mosaic_gpu import words
 from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
 from pallas_kernels.operands import by_kind, check, group_parts, multiplicands

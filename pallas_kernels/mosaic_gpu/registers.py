@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.formats import PLANE
 from pallas_kernels.mosaic_gpu.plan import ROWS
-from pallas_kernels.mosaic_gpu.words import Decoder
+from pallas_kernels.words import Decoder
 
 PACKED = plgpu.Layout.WGMMA_8BIT  # how packed bytes are loaded
 ACCUMULATOR = plgpu.Layout.WGMMA

@@ -7,7 +7,7 @@ values has the bits of the plain matrix's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,43 +17,73 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.arrays import TILE
-from pallas_kernels.bfloat12 import BLOCK_INPUTS, NO_ESCAPE, PALETTE_INPUTS, Bfloat12Weight
+from pallas_kernels.bfloat12 import (
+    BLOCK_INPUTS,
+    NO_ESCAPE,
+    PALETTE,
+    PALETTE_INPUTS,
+    Bfloat12Weight,
+)
 from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.triton_gpu.segments import COLUMN_TILE, Refs, both, inside, load
+from pallas_kernels.triton_gpu.word import Word, as_words, halves, interleaved
+from pallas_kernels.words import ArrayWord
 
 STEP = 128  # inputs that are read at once
-COLUMN_TILE = 64  # outputs: the weight is the left operand, of 64 rows on Hopper
 _TILES, _BLOCKS = COLUMN_TILE // TILE, STEP // BLOCK_INPUTS
+_WORDS = 3  # of an output's block
+
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 Exact = Bfloat16Weight | Bfloat12Weight
-State = tuple[jax.Array, jax.Array, jax.Array]
+Place = tuple[jax.Array, jax.Array]  # the next escape of every tile: its number, and itself
 
 
 def stored(stack: Exact) -> dict[str, jax.Array]:
-    """The arrays of a stack of matrices, by name."""
+    """The arrays of a stack of matrices, by name. Bytes that are read together are one word."""
     if isinstance(stack, Bfloat12Weight):
-        return {"packed": stack.packed, "palettes": stack.palettes, "escapes": stack.escapes}
+        packed, palettes = (as_words(each) for each in (stack.packed, stack.palettes))
+        return {"packed": packed, "palettes": palettes, "escapes": stack.escapes}
     return {"values": lax.bitcast_convert_type(stack.bits, jnp.bfloat16)}
 
 
-def rows_in_tile(name: str) -> int:
-    """The rows of one of the `stored` arrays, [L, rows, …], that a tile of outputs is in."""
-    return COLUMN_TILE if name == "values" else _TILES
-
-
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """A tile of outputs of one matrix.
+class ExactTile:
+    """A tile of outputs of one matrix (`segments.Tile`).
 
     refs: `stored`, of which only the tile's outputs.
     index: int32[], the matrix of the stack.
     outputs: int32[], those of the tile that the matrix has; None for all.
     inputs: K of the matrix.
+    interpreted: whether the kernel runs as ordinary XLA operations.
     """
 
-    refs: Mapping[str, Any]
+    refs: Refs
     index: jax.Array
     outputs: jax.Array | None
     inputs: int
+    interpreted: bool
+
+    def sum_steps(
+        self, x: Refs, rows: jax.Array | None, begin: jax.Array, end: jax.Array
+    ) -> jax.Array:
+        """Implements `segments.Tile`. x: "x", bf16[M, K]."""
+        of_x = x["x"]
+        tokens = inside(jnp.arange(of_x.shape[0])[:, None], rows)
+
+        def add_step(step: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            total, place = carry
+            values, place = self.read(step, place)
+            inputs = pl.ds(step * STEP, STEP)
+            right = load(of_x.at[:, inputs], both(tokens, self._real(step, jnp.arange(STEP)[None])))
+            product = lax.dot_general(
+                values, right, _CONTRACT_LAST, preferred_element_type=jnp.float32
+            )
+            return total + product, place
+
+        zeros = jnp.zeros((COLUMN_TILE, of_x.shape[0]), jnp.float32)
+        total: jax.Array = lax.fori_loop(begin, end, add_step, (zeros, self.start(begin)))[0]
+        return total
 
     def start(self, step: jax.Array) -> Any:
         """Returns the place from which `read` reads a step."""
@@ -61,7 +91,8 @@ class Tile:
             return ()
         count = self.refs["escapes"].shape[2]
         entries = self._escapes(jnp.arange(pl.next_power_of_2(count))[None, :])
-        return jnp.sum((_input(entries) < step * STEP).astype(jnp.int32), axis=1)
+        number = jnp.sum((_input(entries) < step * STEP).astype(jnp.int32), axis=1)
+        return number, self._escapes(number[:, None])[:, 0]
 
     def read(self, step: jax.Array, place: Any) -> tuple[jax.Array, Any]:
         """Returns bf16[COLUMN_TILE, STEP], zeros where the matrix ends, and the next step's place.
@@ -71,72 +102,67 @@ class Tile:
         """
         if "values" not in self.refs:
             return self._rebuilt(step, place)
-        outputs, inputs = jnp.arange(COLUMN_TILE)[:, None], jnp.arange(STEP)[None, :]
-        mask = self.has(outputs, step * STEP + inputs)
+        has = inside(jnp.arange(COLUMN_TILE)[:, None], self.outputs)
+        mask = both(has, self._real(step, jnp.arange(STEP)[None]))
         at = self.refs["values"].at[self.index, :, pl.ds(step * STEP, STEP)]
-        return pltriton.load(at, mask=mask, other=None if mask is None else 0.0), place
+        return load(at, mask), place
 
-    def has(self, outputs: jax.Array, inputs: jax.Array) -> jax.Array | None:
-        """Whether the matrix has these outputs of the tile and these inputs; None for all."""
-        inside = None if self.outputs is None else outputs < self.outputs
-        if self.inputs % STEP == 0:
-            return inside
-        real = inputs < self.inputs
-        return real if inside is None else inside & real
+    def _real(self, step: jax.Array, inputs: jax.Array) -> jax.Array | None:
+        """Which inputs of a step the matrix has; None for all."""
+        return inside(step * STEP + inputs, self.inputs if self.inputs % STEP else None)
 
-    def _rebuilt(self, step: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rebuilds a step's values in the order in which they are stored: [tiles, blocks, outputs
-        of a tile, a, b, words of low bytes], where byte 2a + b of a word belongs to input 2b + a.
-        """
-        tiles, lanes = _along(0, _TILES), _along(2, TILE)
-        inputs = step * STEP + sum(
-            size * _along(axis, count)
-            for axis, count, size in ((1, _BLOCKS, BLOCK_INPUTS), (3, 2, 1), (4, 2, 2), (5, 2, 4))
-        )
-        mask = self.has(TILE * tiles + lanes, inputs)
-        first, second, pair = (self._word(step, number) for number in range(3))
-        codes = _joined(pair & 15, pair >> 4).astype(jnp.int32)
+    def _rebuilt(self, step: jax.Array, place: Place) -> tuple[jax.Array, Place]:
+        """Rebuilds a step's values from the words of its blocks, and puts its escapes in."""
+        tiles, lanes = jnp.arange(_TILES)[:, None, None], jnp.arange(TILE)[None, None, :]
+        blocks = jnp.arange(_BLOCKS)[None, :, None]
+        has = inside(TILE * tiles, self.outputs)
+        mask = both(has, self._real(step, BLOCK_INPUTS * blocks))
+        rows = _WORDS * (step * _BLOCKS + blocks)
+        words = [
+            load(self.refs["packed"].at[self.index, tiles, rows + number, lanes], mask)
+            for number in range(_WORDS)
+        ]
         palette = step // (PALETTE_INPUTS // STEP)
-        high = _load(self.refs["palettes"].at[self.index, tiles, palette, codes], mask)
-        high, place = self._with_escapes(step, place, high.astype(jnp.int32), inputs)
-        bits = high << 8 | _joined(first, second).astype(jnp.int32)
-        if mask is not None:
-            bits = jnp.where(mask, bits, 0)
-        bits = jnp.transpose(bits.astype(jnp.uint16), (0, 2, 1, 5, 4, 3))
-        return lax.bitcast_convert_type(bits.reshape(COLUMN_TILE, STEP), jnp.bfloat16), place
-
-    def _word(self, step: jax.Array, number: int) -> jax.Array:
-        """One of the three words of every block: uint8[tiles, blocks, outputs of a tile, 2, 2]."""
-        tiles, bytes_ = jnp.arange(_TILES)[:, None, None], jnp.arange(4 * TILE)[None, None, :]
-        blocks = step * _BLOCKS + jnp.arange(_BLOCKS)[None, :, None]
-        mask = self.has(TILE * tiles, BLOCK_INPUTS * blocks)
-        rows = 3 * blocks + number
-        words = _load(self.refs["packed"].at[self.index, tiles, rows, bytes_], mask)
-        return words.reshape(_TILES, _BLOCKS, TILE, 2, 2)
+        entries = [
+            load(self.refs["palettes"].at[self.index, tiles, palette, number], has)
+            for number in range(PALETTE // 4)
+        ]
+        word = ArrayWord if self.interpreted else Word
+        values = interleaved(
+            _rebuilt(*([word(each) for each in part] for part in (words, entries)))
+        )
+        bits = jnp.transpose(values, (0, 2, 1, 3)).reshape(COLUMN_TILE, STEP)
+        bits, place = self._with_escapes(step, bits, place)
+        return lax.bitcast_convert_type(bits, jnp.bfloat16), place
 
     def _with_escapes(
-        self, step: jax.Array, place: jax.Array, high: jax.Array, inputs: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Puts a step's escapes among the high bytes: int32, as in `_rebuilt`.
+        self, step: jax.Array, bits: jax.Array, place: Place
+    ) -> tuple[jax.Array, Place]:
+        """Puts a step's escapes among its values: uint16[COLUMN_TILE, STEP].
 
-        place: int32[tiles], the number of the first escape that is not before the step.
+        The loop is inside a condition, because Triton prefetches nothing for the steps of a loop
+        that holds another.
         """
         end = (step + 1) * STEP
-        lanes = _along(2, TILE)
+        outputs, inputs = jnp.arange(COLUMN_TILE)[:, None], jnp.arange(STEP)[None, :]
 
-        def put(state: State) -> State:
-            high, place, entry = state
-            each = entry[:, None, None, None, None, None]
-            own = (_input(each) == inputs) & (each >> 8 & 15 == lanes)
-            place += (_input(entry) < end).astype(jnp.int32)
-            high = jnp.where(own, each & 255, high)
-            return high, place, self._escapes(place[:, None])[:, 0]
+        def remain(state: tuple[jax.Array, Place]) -> jax.Array:
+            return jnp.min(_input(state[1][1])) < end
 
-        entry = self._escapes(place[:, None])[:, 0]
-        high, place, _ = lax.while_loop(
-            lambda state: jnp.min(_input(state[2])) < end, put, (high, place, entry)
-        )
-        return high, place
+        def put(state: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
+            bits, (number, entry) = state
+            each = jnp.broadcast_to(entry[:, None], (_TILES, TILE)).reshape(COLUMN_TILE, 1)
+            own = (_input(each) == step * STEP + inputs) & (each >> 8 & 15 == outputs % TILE)
+            escaped = bits & 255 | ((each & 255) << 8).astype(jnp.uint16)
+            number += (_input(entry) < end).astype(jnp.int32)
+            entry = self._escapes(number[:, None])[:, 0]
+            return jnp.where(own, escaped, bits), (number, entry)
+
+        state = bits, place
+        return lax.cond(
+            remain(state), lambda state: lax.while_loop(remain, put, state), lambda state: state,
+            state,
+        )  # fmt: skip
 
     def _escapes(self, numbers: jax.Array) -> jax.Array:
         """Loads escapes of every tile by number: int[tiles or 1, …] -> int32[tiles, …].
@@ -144,31 +170,33 @@ class Tile:
         One past the end of a list belongs to no input.
         """
         escapes, tiles = self.refs["escapes"], jnp.arange(_TILES)[:, None]
-        inside = numbers < escapes.shape[2]
-        if self.outputs is not None:
-            inside &= TILE * tiles < self.outputs
-        inside = jnp.broadcast_to(inside, (_TILES, numbers.shape[1]))
+        listed = both(numbers < escapes.shape[2], inside(TILE * tiles, self.outputs))
+        listed = jnp.broadcast_to(listed, (_TILES, numbers.shape[1]))
         at = escapes.at[self.index, tiles, numbers]
-        entries = pltriton.load(at, mask=inside, other=jnp.uint32(NO_ESCAPE))
+        entries = pltriton.load(at, mask=listed, other=jnp.uint32(NO_ESCAPE))
         return lax.bitcast_convert_type(entries, jnp.int32)
 
 
-def _along(axis: int, count: int) -> jax.Array:
-    """0 … count - 1 along one of the six axes of `_rebuilt`."""
-    return jnp.arange(count).reshape(*(count if each == axis else 1 for each in range(6)))
+def _rebuilt(words: Sequence[ArrayWord], palette: Sequence[ArrayWord]) -> list[jax.Array]:
+    """Rebuilds the eight values of blocks, uint16[...] each, from their three words.
+
+    palette: four words.
+    """
+    first, second, codes = words
+    numbers, signs, select_bytes = codes & 0x77777777, codes << 4, codes.select_bytes
+    high_bytes = []
+    for shift, upper in ((0, 0xD9C8), (16, 0xFBEA)):  # of inputs 0, 4, 2, 6, then 1, 5, 3, 7
+        low = select_bytes(palette[0], palette[1], numbers >> shift)
+        high = select_bytes(palette[2], palette[3], numbers >> shift)
+        high_bytes.append(low ^ ((low ^ high) & select_bytes(signs, codes, upper)))
+    values = []
+    for word, order in ((first, 0x6420), (second, 0x7531)):
+        four = select_bytes(*high_bytes, order)
+        values += halves(select_bytes(word, four, 0x6240))
+        values += halves(select_bytes(word, four, 0x7351))
+    return values
 
 
 def _input(escape: jax.Array) -> jax.Array:
     """The input that an escape belongs to: its upper 20 bits."""
     return lax.shift_right_logical(escape, jnp.int32(12))
-
-
-def _joined(first: jax.Array, second: jax.Array) -> jax.Array:
-    return jnp.concatenate((first[..., None], second[..., None]), axis=-1)
-
-
-def _load(at: Any, mask: jax.Array | None) -> jax.Array:
-    """Loads bytes, zeros outside a mask that broadcasts to them."""
-    other = None if mask is None else jnp.uint8(0)
-    values: jax.Array = pltriton.load(at, mask=mask, other=other)
-    return values

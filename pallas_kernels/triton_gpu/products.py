@@ -30,12 +30,11 @@ def products(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes x · weightᵀ for every weight. bfloat16 matrices of one format share a
-    kernel: one launch."""
+    """Computes x · weightᵀ for every weight. Those of one kind share a kernel: one launch."""
     if all(isinstance(form(weight), Exact) for weight in weights):
         exact = cast(Sequence[Exact | Stacked], weights)
         return bfloat16_matmul.products(x, exact, interpret=interpret)
-    if len(weights) > 1:
+    if any(isinstance(form(weight), Exact) for weight in weights):
         return tuple(matmul(x, weight, activation, interpret=interpret) for weight in weights)
-    (quantized,) = cast(Sequence[Rounded | Stacked], weights)
-    return (quantized_matmul.matmul(x, quantized, activation, interpret=interpret),)
+    quantized = cast(Sequence[Rounded | Stacked], weights)
+    return quantized_matmul.products(x, quantized, activation, interpret=interpret)

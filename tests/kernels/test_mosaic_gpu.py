@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import mosaic_gpu, reference
+from pallas_kernels import mosaic_gpu, reference, words
 from pallas_kernels.formats import (
     PLANE,
     Quantized,
@@ -25,7 +25,7 @@ from pallas_kernels.formats import (
     int8_from_integers,
     mxfp4_from_codes,
 )
-from pallas_kernels.mosaic_gpu import quantized_matmul, registers, words
+from pallas_kernels.mosaic_gpu import quantized_matmul, registers
 from pallas_kernels.stacks import Stacked
 from tests.support.compiled import dequantize
 from tests.support.random_weights import random_minima

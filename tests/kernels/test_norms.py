@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu, norms
+from pallas_kernels import cpu, norms, triton_gpu
+from tests.kernels.test_mosaic_gpu import lowered
 
 EPS = 1e-5
 Norm = Callable[..., jax.Array]
 
-IMPLEMENTATIONS: dict[str, Norm] = {"reference": norms.reference}
+IMPLEMENTATIONS: dict[str, Norm] = {
+    "reference": norms.reference,
+    "triton_gpu": partial(triton_gpu.rms_norm, interpret=True),
+}
 if cpu.available():
     IMPLEMENTATIONS["cpu"] = cpu.rms_norm
 implementations = pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -133,6 +137,14 @@ def test_vmap(name: str) -> None:
     ):
         same_bits(together, norm(x[i], scales[i]))
         same_bits(alone, norm(x[0], scales[i]))
+
+
+def test_a_gpu_takes_one_kernel() -> None:
+    """XLA's own reduction of several rows has another order than that of one."""
+    for rows in (1, 4):
+        text = lowered(partial(norms.rms_norm, eps=EPS), *make_case(rows, 96, x="bfloat16"))
+        assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
+        assert "stablehlo.reduce" not in text
 
 
 @implementations

@@ -106,18 +106,6 @@ def test_a_row_does_not_depend_on_the_others(
     np.testing.assert_array_equal(interpreted(platform, x[::-1], weight, activation)[::-1], y)
 
 
-def test_every_tile_of_rows_runs_the_same_program() -> None:
-    # These bits hold on a device if M changes only the number of tiles. The TPU's tiles depend on
-    # M; tests/kernels/test_mosaic_tpu.py tests them.
-    def program(m: int) -> str:
-        jaxpr = jax.make_jaxpr(triton_gpu.matmul)(random_rows(m, 300), weight)
-        [call] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
-        return str(call.params["jaxpr"])
-
-    weight = random_int4(96, 300, 128)
-    assert program(1) == program(17) == program(300)
-
-
 @platforms
 def test_without_groups_the_integers_are_summed_exactly(platform: str) -> None:
     # 1 · 3 + 16709 · 127 · -8 + 19096 · 127 · 7 = 3. The partial sum is odd and beyond 2^24, so a

@@ -29,6 +29,9 @@ from jax import lax
 # Twice the E2M1 values by code, and their negatives.
 _E2M1 = (0x03020100, 0x0C080604)
 _E2M1_NEGATED = (0xFDFEFF00, 0xF4F8FAFC)
+# The low and the high bytes of the same values in bfloat16.
+_TWICE_LOW = (0x40008000, 0x4000C080)
+_TWICE_HIGH = (0x40403F00, 0x41414040)
 
 
 def _int4_bf16(word: Any) -> list[Any]:
@@ -63,6 +66,20 @@ def _mxfp4_int8(word: Any) -> list[Any]:
     return [select_bytes(*halves, order) for order in (0x6420, 0x7531)]
 
 
+def twice_e2m1(word: Any) -> list[Any]:
+    """Decodes E2M1 to registers of two bfloat16 numbers of twice the value, neighbours in a plane:
+    low plane, high plane."""
+    codes, low_signs, select_bytes = word & 0x77777777, word << 4, word.select_bytes
+    planes: tuple[list[Any], list[Any]] = [], []
+    for shift, places in ((0, 0x5140), (16, 0x7362)):  # bytes 0 and 1, then 2 and 3
+        low = select_bytes(*_TWICE_LOW, codes >> shift)
+        high = select_bytes(*_TWICE_HIGH, codes >> shift)
+        high = high | (select_bytes(low_signs, word, places) & 0x80808080)
+        for plane, order in zip(planes, (0x6240, 0x7351), strict=True):
+            plane.append(select_bytes(low, high, order))
+    return planes[0] + planes[1]
+
+
 class ArrayWord:
     """A uint32 JAX array with the operators that the decoders use.
 
@@ -73,19 +90,19 @@ class ArrayWord:
         self.value = jnp.asarray(value, jnp.uint32)
 
     def __and__(self, other: ArrayWord | int) -> ArrayWord:
-        return ArrayWord(self.value & _array(other))
+        return type(self)(self.value & _array(other))
 
     def __or__(self, other: ArrayWord | int) -> ArrayWord:
-        return ArrayWord(self.value | _array(other))
+        return type(self)(self.value | _array(other))
 
     def __xor__(self, other: ArrayWord | int) -> ArrayWord:
-        return ArrayWord(self.value ^ _array(other))
+        return type(self)(self.value ^ _array(other))
 
     def __lshift__(self, bits: int) -> ArrayWord:
-        return ArrayWord(self.value << bits)
+        return type(self)(self.value << bits)
 
     def __rshift__(self, bits: int) -> ArrayWord:
-        return ArrayWord(self.value >> bits)
+        return type(self)(self.value >> bits)
 
     @staticmethod
     def select_bytes(
