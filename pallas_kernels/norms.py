@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,13 +16,14 @@ from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float, round_to
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.settings import own_settings
+from pallas_kernels.stacks import Stacked, taken, taken_shapes
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype"))
 @own_settings()
 def rms_norm(
     x: Float[Array, "*rows D"],
-    scale: Float[Array, " D"],
+    scale: Float[Array, " D"] | Stacked,
     eps: float,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*rows D"]:
@@ -31,7 +33,7 @@ def rms_norm(
 
     Args:
       x: bf16 or f32[..., D].
-      scale: bf16 or f32[D].
+      scale: bf16 or f32[D], alone or in a stack.
       eps: added to the mean.
       dtype: the result's dtype, bfloat16 or float32.
 
@@ -41,19 +43,25 @@ def rms_norm(
     Raises:
       ValueError: the shapes do not match, or a dtype is not accepted.
     """
-    if x.ndim < 1 or scale.shape != x.shape[-1:]:
-        raise ValueError(f"scale must have the shape of x's last axis {x.shape}, got {scale.shape}")
-    for name, given in (("x", x.dtype), ("scale", scale.dtype), ("dtype", dtype)):
+    one = taken_shapes(scale)
+    if x.ndim < 1 or one.shape != x.shape[-1:]:
+        raise ValueError(f"scale must have the shape of x's last axis {x.shape}, got {one.shape}")
+    for name, given in (("x", x.dtype), ("scale", one.dtype), ("dtype", dtype)):
         check_float(name, given)
     y: jax.Array = by_platform(
         x,
         scale,
         result=jax.ShapeDtypeStruct(x.shape, dtype),
-        default=partial(reference, eps=eps, dtype=dtype),
-        cpu=partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype),
+        default=_taken(partial(reference, eps=eps, dtype=dtype)),
+        cpu=_taken(partial(cpu.rms_norm if cpu.available() else reference, eps=eps, dtype=dtype)),
         cuda=partial(deferred("triton_gpu", "rms_norm"), eps=eps, dtype=dtype),
     )
     return y
+
+
+def _taken(norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The norm for a scale that may be in a stack."""
+    return lambda x, scale: norm(x, taken(scale))
 
 
 def reference(

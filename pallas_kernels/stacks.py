@@ -19,9 +19,9 @@ from pallas_kernels.formats import Weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Matrix number `index` of a stack.
+    """Matrix number `index` of a stack, or the scale of one of its norms.
 
-    stack: a weight in any format. Each of its arrays has one more axis in front, [L, ...].
+    stack: a weight in any format, or an array. Each array has one more axis in front, [L, ...].
     index: int32[], in 0 … L - 1.
     """
 

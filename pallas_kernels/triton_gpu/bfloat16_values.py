@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ _WORDS = 3  # of an output's block
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 Exact = Bfloat16Weight | Bfloat12Weight
-Place = tuple[jax.Array, jax.Array]  # the next escape of every tile: its number, and itself
+Place = list[tuple[jax.Array, jax.Array]]  # the next escape of every tile: its number, and itself
 
 
 def stored(stack: Exact) -> dict[str, jax.Array]:
@@ -90,9 +91,11 @@ class ExactTile:
         if "values" in self.refs:
             return ()
         count = self.refs["escapes"].shape[2]
-        entries = self._escapes(jnp.arange(pl.next_power_of_2(count))[None, :])
-        number = jnp.sum((_input(entries) < step * STEP).astype(jnp.int32), axis=1)
-        return number, self._escapes(number[:, None])[:, 0]
+        numbers = []
+        for tile in range(_TILES):
+            inputs = _input(self._escape(jnp.int32(tile), jnp.arange(pl.next_power_of_2(count))))
+            numbers.append(jnp.sum((inputs < step * STEP).astype(jnp.int32)))
+        return [(each, self._escape(jnp.int32(tile), each)) for tile, each in enumerate(numbers)]
 
     def read(self, step: jax.Array, place: Any) -> tuple[jax.Array, Any]:
         """Returns bf16[COLUMN_TILE, STEP], zeros where the matrix ends, and the next step's place.
@@ -141,22 +144,35 @@ class ExactTile:
         """Puts a step's escapes among its values: uint16[COLUMN_TILE, STEP].
 
         The loop is inside a condition, because Triton prefetches nothing for the steps of a loop
-        that holds another.
+        that holds another. The state is of scalars, because threads exchange nothing then.
         """
-        end = (step + 1) * STEP
         outputs, inputs = jnp.arange(COLUMN_TILE)[:, None], jnp.arange(STEP)[None, :]
 
+        def here(entry: jax.Array) -> jax.Array:
+            return _input(entry) < (step + 1) * STEP
+
         def remain(state: tuple[jax.Array, Place]) -> jax.Array:
-            return jnp.min(_input(state[1][1])) < end
+            return reduce(jnp.logical_or, [here(entry) for _, entry in state[1]])
 
         def put(state: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
-            bits, (number, entry) = state
-            each = jnp.broadcast_to(entry[:, None], (_TILES, TILE)).reshape(COLUMN_TILE, 1)
-            own = (_input(each) == step * STEP + inputs) & (each >> 8 & 15 == outputs % TILE)
-            escaped = bits & 255 | ((each & 255) << 8).astype(jnp.uint16)
-            number += (_input(entry) < end).astype(jnp.int32)
-            entry = self._escapes(number[:, None])[:, 0]
-            return jnp.where(own, escaped, bits), (number, entry)
+            bits, place = state
+            chosen: Any = (jnp.int32(_TILES - 1), *place[-1])
+            for earlier in reversed(range(_TILES - 1)):
+                first = here(place[earlier][1])
+                chosen = tuple(
+                    jnp.where(first, new, old)
+                    for new, old in zip((earlier, *place[earlier]), chosen, strict=True)
+                )
+            tile, number, entry = chosen
+            own = outputs == tile * TILE + (entry >> 8 & 15)
+            own &= inputs == _input(entry) - step * STEP
+            escaped = bits & 255 | (jnp.full(bits.shape, entry & 255) << 8).astype(jnp.uint16)
+            new = number + 1, self._escape(tile, number + 1)
+            place = [
+                tuple(jnp.where(tile == i, own, old) for own, old in zip(new, each, strict=True))
+                for i, each in enumerate(place)
+            ]
+            return jnp.where(own, escaped, bits), place
 
         state = bits, place
         return lax.cond(
@@ -164,15 +180,11 @@ class ExactTile:
             state,
         )  # fmt: skip
 
-    def _escapes(self, numbers: jax.Array) -> jax.Array:
-        """Loads escapes of every tile by number: int[tiles or 1, …] -> int32[tiles, …].
-
-        One past the end of a list belongs to no input.
-        """
-        escapes, tiles = self.refs["escapes"], jnp.arange(_TILES)[:, None]
-        listed = both(numbers < escapes.shape[2], inside(TILE * tiles, self.outputs))
-        listed = jnp.broadcast_to(listed, (_TILES, numbers.shape[1]))
-        at = escapes.at[self.index, tiles, numbers]
+    def _escape(self, tile: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Loads escapes of a tile by number, int32[...]; one past the end belongs to no input."""
+        escapes = self.refs["escapes"]
+        listed = both(numbers < escapes.shape[2], inside(tile * TILE, self.outputs))
+        at = escapes.at[self.index, tile, numbers]
         entries = pltriton.load(at, mask=listed, other=jnp.uint32(NO_ESCAPE))
         return lax.bitcast_convert_type(entries, jnp.int32)
 

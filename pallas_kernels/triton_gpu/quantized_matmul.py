@@ -37,6 +37,7 @@ from pallas_kernels.triton_gpu.quantized_values import QuantizedTile, stored
 from pallas_kernels.triton_gpu.segments import launch, steps_per_segment
 
 MOST_ROWS = 32  # of x per program; a thread's registers hold the sums and scales of all
+STAGES = 3  # with more, fewer programs share a multiprocessor
 SHORTEST = 2  # blocks of a segment; shorter sums would take longer to write than to compute
 
 
@@ -80,6 +81,7 @@ def products(
             steps=steps,
             per_segment=kinds[places[0]][-1],
             most_rows=MOST_ROWS,
+            stages=STAGES,
             interpret=interpret,
         )
 

@@ -69,6 +69,7 @@ def launch(
     steps: int,
     per_segment: int,
     most_rows: int = ROW_TILES[-1],
+    stages: int,
     interpret: bool,
 ) -> list[jax.Array]:
     """Multiplies x by weights of one kind and equal segments, in one kernel.
@@ -81,6 +82,7 @@ def launch(
       steps: of inputs.
       per_segment: steps of a segment.
       most_rows: of x per program, one of ROW_TILES.
+      stages: steps whose operands are read ahead, plus one.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
     Returns:
@@ -120,7 +122,7 @@ def launch(
         ],
         out_specs=pl.BlockSpec((None, tile, COLUMN_TILE), lambda i, j, s: (s, i, j)),
         out_shape=jax.ShapeDtypeStruct((parts, m, columns * COLUMN_TILE), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
     )(dict(x), [each[None] for each in indices], [dict(each) for each in weights])  # fmt: skip
     total = reduce(jnp.add, [sums[part] for part in range(parts)])

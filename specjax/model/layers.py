@@ -85,11 +85,11 @@ class LayerStack:
         return (self[index] for index in range(self.count))
 
     def view(self, index: jax.Array) -> Layer:
-        """Returns one layer whose matrices stay in the stack. index: int32[], may be traced."""
+        """Returns one layer whose arrays stay in the stack. index: int32[], may be traced."""
 
         def part(value: Any) -> Any:
             if not isinstance(value, Linear):
-                return None if value is None else value[index]
+                return None if value is None else Stacked(value, index)
             weight: Any = Stacked(value.weight, index)
             return Linear(weight, None if value.bias is None else value.bias[index])
 

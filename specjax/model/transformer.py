@@ -28,7 +28,7 @@ from pallas_kernels.norms import rms_norm
 from pallas_kernels.platforms import by_platform
 from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
-from pallas_kernels.stacks import form
+from pallas_kernels.stacks import Stacked, form
 from pallas_kernels.swiglu import swiglu
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
@@ -240,7 +240,7 @@ def _precision(layer: Linear, activation: Activation) -> Activation:
 
 
 def norm(
-    x: Float[Array, "*rows D"], scale: Float[Array, " D"], config: ModelConfig, dtype: DTypeLike
+    x: Float[Array, "*rows D"], scale: jax.Array | Stacked, config: ModelConfig, dtype: DTypeLike
 ) -> Float[Array, "*rows D"]:
     """Applies the root-mean-square norm over the last axis and rounds to `dtype`."""
     normed: jax.Array = rms_norm(x, scale, config.rms_norm_eps, dtype)
