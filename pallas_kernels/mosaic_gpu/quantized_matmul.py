@@ -38,8 +38,9 @@ from pallas_kernels.activations import Activation
 from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, padded_inputs
 from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
-from pallas_kernels.operands import by_kind, check, group_parts, multiplicands
+from pallas_kernels.operands import by_kind, check, group_parts
 from pallas_kernels.stacks import Stacked, form, in_stack, taken_shapes
+from pallas_kernels.triton_gpu.quantization import quantize
 
 FourBits = Int4Weight | Mxfp4Weight
 
@@ -123,11 +124,7 @@ def _alike(
     """Multiplies x by weights of one kind, in one kernel."""
     m, stacks = x.shape[0], [cast(FourBits, one.stack) for one in ones]
     plan = make_plan(m, [taken_shapes(one) for one in ones], activation, interpret)
-    x = jnp.pad(x, ((0, plan.m - m), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, x_scales = multiplicands(x, stacks[0].group_size, activation)
-    of_x = {"x": values if plan.integer else words.permute_inputs(values)}
-    if "x_groups" in plan.of_x:
-        of_x["x_groups"] = _x_groups(plan, values, x_scales)
+    of_x, x_scales = _of_x(plan, x, stacks[0].group_size, activation, interpret)
     of_weights = [
         {"packed": stack.packed, "index": one.index[None], **group_parts(stack)}
         for one, stack in zip(ones, stacks, strict=True)
@@ -140,7 +137,7 @@ def _alike(
     )
     totals = [reduce(jnp.add, [each[part] for part in range(plan.parts)]) for each in parts]
     return [
-        _finish(plan, total, one, values, x_scales)[:m]
+        _finish(plan, total, one, of_x["x"], x_scales)[:m]
         for total, one in zip(totals, ones, strict=True)
     ]
 
@@ -196,16 +193,23 @@ def _segment(n: int, blocks: int) -> int:
     return -(-blocks // segments)
 
 
-def _x_groups(plan: Plan, values: jax.Array, x_scales: jax.Array) -> jax.Array:
-    """The scales and sums of x that integer products need: f32[blocks, x_rows, M]."""
-    rows = [x_scales]
-    if plan.zeros:
-        groups = values.astype(jnp.int32).reshape(plan.m, -1, plan.group)
-        rows.append(jnp.sum(groups, axis=-1).astype(jnp.float32) * plan.decoder.factor)
-    blocks = [row.reshape(plan.m, plan.blocks, plan.groups) for row in rows]
-    unused = plan.x_rows - plan.groups * len(rows)
-    joined = jnp.pad(jnp.concatenate(blocks, axis=-1), ((0, 0), (0, 0), (0, unused)))
-    return joined.transpose(1, 2, 0)
+def _of_x(
+    plan: Plan, x: jax.Array, group_size: int | None, activation: Activation, interpret: bool
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The operands of x, [M, K] each, with the scales and sums that integer products need,
+    f32[blocks, x_rows, M]; and the scales of rows without groups, f32[M, 1]."""
+    if not plan.integer:
+        padding = (0, plan.m - x.shape[0]), (0, padded_inputs(x.shape[1]) - x.shape[1])
+        values = jnp.pad(x, padding).astype(jnp.bfloat16)
+        return {"x": words.permute_inputs(values)}, jnp.ones((plan.m, 1), jnp.float32)
+    grouped = "x_groups" in plan.of_x
+    values, found = quantize(
+        x, activation, group_size, rows=plan.m, per_block=plan.x_rows if grouped else None,
+        sums=plan.decoder.factor if grouped and plan.zeros else 0, interpret=interpret,
+    )  # fmt: skip
+    if not grouped:
+        return {"x": values}, found.T
+    return {"x": values, "x_groups": found.reshape(plan.blocks, plan.x_rows, plan.m)}, found
 
 
 def _finish(

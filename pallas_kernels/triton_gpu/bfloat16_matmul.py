@@ -58,6 +58,7 @@ def products(
         return launch(
             partial(ExactTile, inputs=x.shape[1], interpreted=interpret),
             {"x": x},
+            {},
             [stored(cast(Exact, one.stack)) for one in alike],
             [one.index for one in alike],
             [one.shape[0] for one in alike],

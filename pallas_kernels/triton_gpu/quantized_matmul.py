@@ -31,8 +31,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.formats import BLOCK, Quantized, Rounded, padded_inputs
-from pallas_kernels.operands import by_kind, check, group_parts, group_sums, multiplicands
+from pallas_kernels.operands import by_kind, check, group_parts, group_sums
 from pallas_kernels.stacks import Stacked, in_stack, taken_shapes
+from pallas_kernels.triton_gpu.quantization import quantize
 from pallas_kernels.triton_gpu.quantized_values import QuantizedTile, stored
 from pallas_kernels.triton_gpu.segments import launch, steps_per_segment
 
@@ -74,7 +75,7 @@ def products(
             partial(
                 QuantizedTile, kind=type(one), group_size=one.group_size, interpreted=interpret
             ),
-            _operands(x, one, activation),
+            *_operands(x, one, activation, interpret),
             [stored(cast(Rounded, each.stack)) for each in alike],
             [each.index for each in alike],
             [each.shape[0] for each in alike],
@@ -100,14 +101,22 @@ def _kind(weight: Rounded, steps: int, activation: Activation) -> tuple[Any, ...
     return type(weight), weight.group_size, tuple(parts.items()), segment
 
 
-def _operands(x: jax.Array, weight: Rounded, activation: Activation) -> dict[str, jax.Array]:
-    """x in the precision of the product; integers with their scales; sums for a weight's minima."""
-    minima = "minima" in group_parts(weight)
-    if activation == "a16" and not minima:
-        return {"x": x.astype(jnp.bfloat16)}
-    padded = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, scales = multiplicands(padded, weight.group_size, activation)
-    operands = {"x": values} if activation == "a16" else {"x": values, "x_scales": scales}
-    if minima:
-        operands["x_sums"] = scales * group_sums(values, weight.group_size)
-    return operands
+def _operands(
+    x: jax.Array, weight: Rounded, activation: Activation, interpret: bool
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """x in the precision of the product, [M, K], and by groups, f32[groups, M], the scales of
+    integers and the sums that a weight's minima multiply."""
+    minima, group_size = "minima" in group_parts(weight), weight.group_size
+    if activation != "a16":
+        values, found = quantize(x, activation, group_size, sums=int(minima), interpret=interpret)
+        if not minima:
+            return {"x": values}, {"x_scales": found}
+        count = BLOCK // group_size if group_size else 1
+        both = found.reshape(-1, 2, count, found.shape[1])
+        scales, sums = (both[:, i].reshape(-1, found.shape[1]) for i in range(2))
+        return {"x": values}, {"x_scales": scales, "x_sums": scales * sums}
+    values = x.astype(jnp.bfloat16)
+    if not minima:
+        return {"x": values}, {}
+    padded = jnp.pad(values, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
+    return {"x": values}, {"x_sums": group_sums(padded, group_size).T}

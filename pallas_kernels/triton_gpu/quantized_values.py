@@ -70,8 +70,8 @@ class QuantizedTile:
     ) -> jax.Array:
         """Implements `segments.Tile`; a step is a block.
 
-        x: "x", bf16 or int8[M, K]; of integers "x_scales", f32[M, groups]; for minima "x_sums",
-        f32[M, groups].
+        x: "x", bf16 or int8[M, K]; of integers "x_scales", f32[groups, M]; for minima "x_sums",
+        f32[groups, M].
         """
         of_x = x["x"]
         # Without groups the sum has the products' dtype, because one scale multiplies all of it.
@@ -104,19 +104,20 @@ class QuantizedTile:
                 ref, mask = self.refs[name], inside(outputs, self.outputs)
                 found[name] = [
                     load(ref.at[self.index, outputs, group], mask)
-                    for group in self._groups(ref, block)
+                    for group in self._groups(ref.shape[2], block)
                 ]
         for name in ("x_scales", "x_sums"):
             if name in x:
                 mask = inside(tokens, rows)
                 found[name] = [
-                    load(x[name].at[tokens, group], mask) for group in self._groups(x[name], block)
+                    load(x[name].at[group, tokens], mask)
+                    for group in self._groups(x[name].shape[0], block)
                 ]
         return found
 
-    def _groups(self, ref: jax.Ref, block: jax.Array) -> list[jax.Array]:
-        """The numbers of a block's groups; zero alone where all inputs are one."""
-        if ref.shape[-1] == 1:
+    def _groups(self, groups: int, block: jax.Array) -> list[jax.Array]:
+        """The numbers of a block's groups, of all; zero alone where all inputs are one."""
+        if groups == 1:
             return [jnp.int32(0)]
         count = BLOCK // self.width
         return [block * count + group for group in range(count)]

@@ -62,6 +62,7 @@ def steps_per_segment(outputs: int, steps: int, shortest: int) -> int:
 def launch(
     make_tile: MakeTile,
     x: Mapping[str, jax.Array],
+    of_groups: Mapping[str, jax.Array],
     weights: Sequence[Mapping[str, jax.Array]],
     indices: Sequence[jax.Array],
     outputs: Sequence[int],
@@ -76,6 +77,7 @@ def launch(
 
     Args:
       x: the operands that are the same for all outputs, [M, ...] each.
+      of_groups: those by groups of inputs, [groups, M] each.
       weights: the arrays of every stack, [L, rows, ...]: a row for each output, or for TILE.
       indices: int32[], the matrix of each stack.
       outputs: N of each matrix.
@@ -111,8 +113,11 @@ def launch(
         grid=(rows, columns, parts),
         in_specs=[
             {
-                name: pl.BlockSpec((tile, *array.shape[1:]), lambda i, j, s: (i, 0))
+                name: pl.BlockSpec((tile, array.shape[1]), lambda i, j, s: (i, 0))
                 for name, array in x.items()
+            } | {
+                name: pl.BlockSpec((array.shape[0], tile), lambda i, j, s: (0, i))
+                for name, array in of_groups.items()
             },
             [pl.BlockSpec((None,), lambda i, j, s: (0,)) for _ in indices],
             [
@@ -124,7 +129,7 @@ def launch(
         out_shape=jax.ShapeDtypeStruct((parts, m, columns * COLUMN_TILE), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
-    )(dict(x), [each[None] for each in indices], [dict(each) for each in weights])  # fmt: skip
+    )({**x, **of_groups}, [each[None] for each in indices], list(map(dict, weights)))  # fmt: skip
     total = reduce(jnp.add, [sums[part] for part in range(parts)])
     starts = [first * COLUMN_TILE for first in firsts]
     return [total[:, start : start + n] for start, n in zip(starts, outputs, strict=True)]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -64,7 +65,8 @@ def test_it_lowers(name: str) -> None:
     x, weight = random_rows(17, 512), random_weight(name, 96, 512)
     for activation in ("a16", "a8"):
         text = lowered(lambda x, w, a=activation: triton_gpu.matmul(x, w, a), x, weight)
-        assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
+        launches = 1 if activation == "a16" else 2  # one quantizes x
+        assert text.count("custom_call @__gpu$xla.gpu.triton") == launches
 
 
 def test_wrong_zeros_are_refused() -> None:
@@ -144,8 +146,8 @@ def test_nested_weights_lower_behind_the_door(name: str, activation: str) -> Non
     if name == "nested16":
         weight = NestedWeight(random_bfloat12(128, 512), random_weight("int4 64", 128, 512))
     text = lowered(partial(matmul, activation=activation), random_rows(3, 512), weight)
-    own = "xla.gpu.triton" if activation == "a16" else "mosaic_gpu_v2"
-    assert text.count("custom_call @") == 1 and own in text
+    kernels = re.findall(r"custom_call @(?:__gpu\$xla.gpu.)?(\w+?)(?:_v2)?\(", text)
+    assert sorted(kernels) == (["triton"] if activation == "a16" else ["mosaic_gpu", "triton"])
 
 
 @pytest.mark.parametrize("bits", [16, 12])
