@@ -242,8 +242,10 @@ def _represented(x: jax.Array, weight: Any, activation: str, split: bool) -> np.
         high, low, scales = split_activations(x, weight.group_size or PLANE)
         q = 256 * np.asarray(high, np.float64) + np.asarray(low)
     else:
+        # On a GPU, XLA approximates the reciprocals of scales, and some values move by one step.
+        on_cpu = jax.device_put(x, jax.devices("cpu")[0])
         q, scales = jax.jit(quantize_activations, static_argnums=(1, 2))(
-            x, activation, weight.group_size
+            on_cpu, activation, weight.group_size
         )
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]

@@ -7,18 +7,20 @@ from benchmarks.support.tables import table
 
 
 def checked(rows: Rows) -> str:
-    """A line per check and implementation."""
-    kinds = dict.fromkeys((row["check"], row.get("implementation", "all")) for row in rows)
+    """A line per check, implementation and precision of the activations."""
+    names = "check", "implementation", "activation"
+    kinds = dict.fromkeys(tuple(row.get(name) for name in names) for row in rows)
     lines = []
-    for check, implementation in kinds:
-        mine = [row for row in rows if row["check"] == check]
-        mine = [row for row in mine if row.get("implementation", "all") == implementation]
+    for kind in kinds:
+        check, implementation, activation = kind
+        mine = [row for row in rows if tuple(row.get(name) for name in names) == kind]
         worst = max(
             (row["error_of_bound"] for row in mine if "error_of_bound" in row), default=None
         )
         lines.append(
             {
-                "check": check, "kernels": implementation, "cases": len(mine),
+                "check": check, "kernels": implementation or "all",
+                "activations": activation or "-", "cases": len(mine),
                 "failed": sum(not row["passed"] for row in mine),
                 "worst error of bound": figure(worst, 2),
             }

@@ -131,9 +131,7 @@ class ExactTile:
             for number in range(PALETTE // 4)
         ]
         word = ArrayWord if self.interpreted else Word
-        values = interleaved(
-            _rebuilt(*([word(each) for each in part] for part in (words, entries)))
-        )
+        values = interleaved(_rebuilt([word(each) for each in words], [word(p) for p in entries]))
         bits = jnp.transpose(values, (0, 2, 1, 3)).reshape(COLUMN_TILE, STEP)
         bits, place = self._with_escapes(step, bits, place)
         return lax.bitcast_convert_type(bits, jnp.bfloat16), place
@@ -156,29 +154,30 @@ class ExactTile:
 
         def put(state: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
             bits, place = state
-            chosen: Any = (jnp.int32(_TILES - 1), *place[-1])
-            for earlier in reversed(range(_TILES - 1)):
-                first = here(place[earlier][1])
-                chosen = tuple(
-                    jnp.where(first, new, old)
-                    for new, old in zip((earlier, *place[earlier]), chosen, strict=True)
+            tile, (number, entry) = jnp.int32(_TILES - 1), place[-1]
+            for i in reversed(range(_TILES - 1)):
+                earlier = here(place[i][1])
+                tile = jnp.where(earlier, i, tile)
+                number, entry = (
+                    jnp.where(earlier, new, old)
+                    for new, old in zip(place[i], (number, entry), strict=True)
                 )
-            tile, number, entry = chosen
             own = outputs == tile * TILE + (entry >> 8 & 15)
             own &= inputs == _input(entry) - step * STEP
             escaped = bits & 255 | (jnp.full(bits.shape, entry & 255) << 8).astype(jnp.uint16)
-            new = number + 1, self._escape(tile, number + 1)
+            number, entry = number + 1, self._escape(tile, number + 1)
             place = [
-                tuple(jnp.where(tile == i, own, old) for own, old in zip(new, each, strict=True))
-                for i, each in enumerate(place)
+                (jnp.where(tile == i, number, old), jnp.where(tile == i, entry, following))
+                for i, (old, following) in enumerate(place)
             ]
             return jnp.where(own, escaped, bits), place
 
         state = bits, place
-        return lax.cond(
+        after: tuple[jax.Array, Place] = lax.cond(
             remain(state), lambda state: lax.while_loop(remain, put, state), lambda state: state,
             state,
         )  # fmt: skip
+        return after
 
     def _escape(self, tile: jax.Array, numbers: jax.Array) -> jax.Array:
         """Loads escapes of a tile by number, int32[...]; one past the end belongs to no input."""
@@ -196,14 +195,14 @@ def _rebuilt(words: Sequence[ArrayWord], palette: Sequence[ArrayWord]) -> list[j
     """
     first, second, codes = words
     numbers, signs, select_bytes = codes & 0x77777777, codes << 4, codes.select_bytes
-    high_bytes = []
+    high_bytes: list[Any] = []
     for shift, upper in ((0, 0xD9C8), (16, 0xFBEA)):  # of inputs 0, 4, 2, 6, then 1, 5, 3, 7
         low = select_bytes(palette[0], palette[1], numbers >> shift)
         high = select_bytes(palette[2], palette[3], numbers >> shift)
         high_bytes.append(low ^ ((low ^ high) & select_bytes(signs, codes, upper)))
-    values = []
+    values: list[jax.Array] = []
     for word, order in ((first, 0x6420), (second, 0x7531)):
-        four = select_bytes(*high_bytes, order)
+        four = select_bytes(high_bytes[0], high_bytes[1], order)
         values += halves(select_bytes(word, four, 0x6240))
         values += halves(select_bytes(word, four, 0x7351))
     return values

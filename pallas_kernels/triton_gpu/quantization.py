@@ -7,7 +7,6 @@ program serves one row, and of it PER_PROGRAM inputs where groups are independen
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +116,7 @@ def _assembly(code: str, *operands: jax.Array) -> jax.Array:
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)],
     )
-    return cast(jax.Array, result)
+    return result
 
 
 def _plain(code: str, *operands: jax.Array) -> jax.Array:

@@ -12,12 +12,12 @@ bfloat16 weight or from an integer product. Minima add the value of the integer 
 sum of x. The planes of an 8-bit nested weight are joined as they are read; `pallas_kernels.matmul`
 passes the draft plane alone where x has 8 or 4 bits.
 
-Summation order: a product of ROW_TILE rows for each group, in the order of
-`quantized_values.parts`, and `pallas_kernels.triton_gpu.segments`. It depends only on the weight's
-shape, so a row's bits do not depend on M.
+Summation order: a product for each group, the inputs ascending, and the order of
+`pallas_kernels.triton_gpu.segments`. It depends only on the weight's shape, so a row's bits do not
+depend on M.
 
-Not implemented: tuned tiles (each ROW_TILE of rows unpacks the weight again), a prepacked layout,
-and quantization of x inside the kernel. `pallas_kernels.matmul` adds outliers.
+Not implemented: tuned tiles (each MOST_ROWS of rows unpack the weight again) and a prepacked
+layout. `pallas_kernels.matmul` adds outliers.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class QuantizedTile:
             values = parts[place % per_plane][place // per_plane]
             yield place, self._centred(values, columns, place)
 
-    def _planes(self, places: pl.Slice, dtype: jnp.dtype) -> list[jax.Array]:
+    def _planes(self, places: Any, dtype: jnp.dtype) -> list[jax.Array]:
         """The values of some words in the low and in the high plane: [N, width] each.
 
         Those of an `Int4Weight` are raised by 136 in bfloat16 and 16 times as large in int8.
@@ -209,11 +209,11 @@ class QuantizedTile:
         scaled += of_zero * columns["x_sums"][place]
         return scaled
 
-    def _word(self, name: str, places: pl.Slice) -> words.ArrayWord:
+    def _word(self, name: str, places: Any) -> words.ArrayWord:
         kind = words.ArrayWord if self.interpreted else Word
         return kind(self._load(name, places))
 
-    def _load(self, name: str, columns: pl.Slice) -> jax.Array:
+    def _load(self, name: str, columns: Any) -> jax.Array:
         """Loads columns of one of the weight's arrays: [N, columns]."""
         mask = inside(jnp.arange(COLUMN_TILE)[:, None], self.outputs)
         return load(self.refs[name].at[self.index, :, columns], mask)
