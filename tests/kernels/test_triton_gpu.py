@@ -22,7 +22,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 from pallas_kernels.planes import LARGEST, SMALLEST, joined, nested_int8_from_integers
 from pallas_kernels.stacks import Stacked
-from pallas_kernels.triton_gpu import bfloat16_matmul, segments
+from pallas_kernels.triton_gpu import bfloat16_matmul, quantized_matmul, segments
 from pallas_kernels.triton_gpu.segments import steps_per_segment
 from tests.kernels.test_mosaic_gpu import lowered, random_rows, random_weight, stack_of
 from tests.support.compiled import dequantize
@@ -47,17 +47,6 @@ def test_the_meaning_is_the_reference(name: str, activation: str) -> None:
     expected = reference.matmul(x.astype(jnp.float32), weight, activation)
     error = np.abs(np.asarray(y) - np.asarray(expected))
     assert np.all(error <= sizes * 2.0**-20)
-
-
-@pytest.mark.parametrize("activation", ["a16", "a8"])
-@pytest.mark.parametrize("name", ["int4 64 zeros", "mxfp4"])
-def test_rows_have_the_bits_that_they_have_alone(name: str, activation: str) -> None:
-    # Four segments: apart with one row, and added by one program with 300 rows in tiles of 32.
-    x, weight = random_rows(300, 2048), random_weight(name, 1800, 2048)
-    call = jax.jit(lambda x, w: triton_gpu.matmul(x, w, activation, interpret=True))
-    whole = np.asarray(call(x, weight))
-    for row in (0, 299):
-        np.testing.assert_array_equal(whole[row : row + 1], call(x[row : row + 1], weight))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -94,18 +83,29 @@ def test_bfloat16_products_and_their_rows(n: int, k: int) -> None:
     assert np.all(np.abs(y - wide @ w.T) <= np.abs(wide) @ np.abs(w).T * 2.0**-20)
 
 
-def test_many_rows_add_the_same_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The kernel with whole sums, and with one segment per program, on the same rows.
-    x, weight = random_rows(16, 1536), random_bfloat16(64, 1536)
-    assert steps_per_segment(1, 12, bfloat16_matmul.SHORTEST) == 4
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("bfloat16", "a16"), ("int4 64 zeros", "a16"), ("int4 64 zeros", "a8"), ("mxfp4", "a8")],
+)
+def test_many_rows_add_the_same_segments(
+    name: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel with whole sums, and with one segment per program, of tiles of one height and two.
+    x, n = random_rows(33, 1024), 80
+    weight: Any = random_bfloat16(n, 1024) if name == "bfloat16" else random_weight(name, n, 1024)
+    assert steps_per_segment(n, 8, bfloat16_matmul.SHORTEST) == 4
+    assert steps_per_segment(n, 4, quantized_matmul.SHORTEST) == 2
 
-    def product() -> np.ndarray:
-        return np.asarray(jax.jit(partial(triton_gpu.matmul, interpret=True))(x, weight))
+    def product(x: jax.Array) -> np.ndarray:
+        call = partial(triton_gpu.matmul, activation=activation, interpret=True)
+        return np.asarray(jax.jit(call)(x, weight))
 
-    apart = product()
+    apart, alone = product(x), product(x[:1])
     monkeypatch.setattr(segments, "PROGRAMS", 0)
     monkeypatch.setattr(bfloat16_matmul, "steps_per_segment", lambda *_: 4)
-    np.testing.assert_array_equal(product(), apart)
+    monkeypatch.setattr(quantized_matmul, "steps_per_segment", lambda *_: 2)
+    np.testing.assert_array_equal(product(x), apart)
+    np.testing.assert_array_equal(apart[:1], alone)
 
 
 @pytest.mark.covering(1)
