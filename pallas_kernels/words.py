@@ -1,7 +1,8 @@
 """Converts packed nibbles to the tensor cores' operands, one 32-bit word at a time.
 
-A warpgroup loads 64 × 128 packed bytes as words: thread t of a row (t = 0 … 3) holds bytes
-4t … 4t + 3 of every 16. The same words become the left operand of `wgmma`:
+Kernels of both GPU packages use the decoders. A warpgroup of `mosaic_gpu` loads 64 × 128 packed
+bytes as words: thread t of a row (t = 0 … 3) holds bytes 4t … 4t + 3 of every 16. The same words
+become the left operand of `wgmma`:
 
 int8: bytes keep their places, so operand k is input k. The integers of an Int4Weight stay in the
     upper half of their bytes, 16 times too large (`Decoder.factor`). This saves the sign extension
@@ -11,8 +12,8 @@ bf16: a register holds two numbers. One bitwise operation turns two nibbles, 16 
     and 2 of a word form one register, bytes 1 and 3 the next. Operand k is then not input k, so
     `permute_inputs` reorders x, which is much smaller than the weight.
 
-The functions accept `ArrayWord`, for tests and interpret mode, or `registers.Word`, a value of the
-traced kernel.
+The functions accept `ArrayWord`, for tests and interpret mode, or a value of the traced kernel:
+`mosaic_gpu.registers.Word` or `triton_gpu.word.Word`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def twice_e2m1(word: Any) -> list[Any]:
 class ArrayWord:
     """A uint32 JAX array with the operators that the decoders use.
 
-    `registers.Word` has the same operators for a value of the traced kernel.
+    `mosaic_gpu.registers.Word` has the same operators for a value of the traced kernel.
     """
 
     def __init__(self, value: jax.Array | int) -> None:

@@ -7,8 +7,9 @@ no registers. The script needs the compiler's packages, in the version of jax, a
 
     pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 
-The layers are Llama-3-8B's. The Triton kernels are one program for every M, so one M and one layer
-represent all. The exit status is 1 if a thread's values spill from its registers.
+The layers are Llama-3-8B's. The Triton kernels are one program for every layer, and for every M of
+a tile, so one of each represents all. The exit status is 1 if a thread's values spill from its
+registers.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS, Bfloa
 from pallas_kernels.cache_entries import empty_entries
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight
 from pallas_kernels.mosaic_gpu.quantized_matmul import make_plan
+from pallas_kernels.triton_gpu.quantized_matmul import MOST_ROWS
+from pallas_kernels.triton_gpu.segments import ROW_TILES
 
 LAYERS = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))  # K, N
 TOGETHER = (4096, 4096, 1024, 1024)  # K, then N of queries, keys and values: one kernel
 ROWS = (1, 16, 64, 128)
+QUANTIZED_ROWS = tuple(rows for rows in ROW_TILES if rows <= MOST_ROWS)  # of Triton's kernel
 FORMATS = ("int4 g128", "int4 g128 zeros", "int4 g64 zeros", "int4 g32", "int4 None", "mxfp4")
 EXACT = ("bfloat16", "bfloat12")
 ACTIVATIONS = ("a16", "a8")  # "a4" is the same program as "a8"
@@ -108,9 +112,10 @@ def checks(device: jax.Device) -> Iterator[Compiled]:
                     yield check_hopper(device, name, activation, m, k, n)
     for name, activation, m in product(FORMATS, ACTIVATIONS, ROWS):
         yield check_hopper(device, name, activation, m, *TOGETHER)
-    for name in (*FORMATS, "int8 g128", "int8 None"):
-        for activation in ACTIVATIONS:
-            yield check_matmul(device, name, activation, 16, *LAYERS[0])
+    for name, activation, m in product(
+        (*FORMATS, "int8 g128", "int8 None"), ACTIVATIONS, QUANTIZED_ROWS
+    ):
+        yield check_matmul(device, name, activation, m, *LAYERS[0])
     for name, m in product(EXACT, ROWS):
         yield check_matmul(device, name, "a16", m, *LAYERS[0])
     for heads, kv_heads, e, bits in ATTENTION:
@@ -162,8 +167,7 @@ def check_matmul(
     """Compiles the matrix kernel for all GPUs (Triton)."""
     weight, x = weight_shapes(name, n, k), jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     lowered = _lower(device, partial(triton_gpu.matmul, activation=activation), x, weight)
-    rows = f"M {m}" if name in EXACT else "any M"
-    return _compiled(f"{name} {activation}", f"{rows} K {k} N {n}", *_triton(lowered))
+    return _compiled(f"{name} {activation}", f"M {m} K {k} N {n}", *_triton(lowered))
 
 
 def check_attention(
