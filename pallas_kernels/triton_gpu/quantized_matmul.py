@@ -35,9 +35,9 @@ from pallas_kernels.operands import by_kind, check, group_parts, group_sums
 from pallas_kernels.stacks import Stacked, in_stack, taken_shapes
 from pallas_kernels.triton_gpu.quantization import quantize
 from pallas_kernels.triton_gpu.quantized_values import QuantizedTile, stored
-from pallas_kernels.triton_gpu.segments import launch, steps_per_segment
+from pallas_kernels.triton_gpu.segments import ROW_TILES, launch, steps_per_segment
 
-MOST_ROWS = 32  # of x per program; a thread's registers hold the sums and scales of all
+MOST_ROWS = 32  # of x per program
 STAGES = 3  # with more, fewer programs share a multiprocessor
 SHORTEST = 2  # blocks of a segment; shorter sums would take longer to write than to compute
 
@@ -81,13 +81,20 @@ def products(
             [each.shape[0] for each in alike],
             steps=steps,
             per_segment=kinds[places[0]][-1],
-            most_rows=MOST_ROWS,
+            most_rows=_most_rows(one.group_size, activation),
             stages=STAGES,
             interpret=interpret,
         )
 
     kinds = [_kind(one, steps, activation) for one in shapes]
     return by_kind(kinds, multiply)
+
+
+def _most_rows(group_size: int | None, activation: Activation) -> int:
+    """The rows of x per program. A thread's registers hold the sums of all, and of integers the
+    scales of two blocks."""
+    narrow = group_size is not None and group_size < 64
+    return ROW_TILES[0] if narrow and activation != "a16" else MOST_ROWS
 
 
 def _kind(weight: Rounded, steps: int, activation: Activation) -> tuple[Any, ...]:
