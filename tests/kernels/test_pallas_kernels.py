@@ -92,6 +92,7 @@ def test_the_meaning_is_the_reference(
     assert np.all(np.abs(y - np.asarray(reference.matmul(x, weight, activation))) <= bound)
 
 
+@pytest.mark.optimized
 @platforms
 @pytest.mark.parametrize(("activation", "group_size"), [("a16", 64), ("a8", 128), ("a4", None)])
 @pytest.mark.covering(1)

@@ -83,6 +83,7 @@ def test_bfloat16_products_and_their_rows(n: int, k: int) -> None:
     assert np.all(np.abs(y - wide @ w.T) <= np.abs(wide) @ np.abs(w).T * 2.0**-20)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("name", "activation"),
     [("bfloat16", "a16"), ("int4 64 zeros", "a16"), ("int4 64 zeros", "a8"), ("mxfp4", "a8")],
@@ -162,6 +163,7 @@ def test_bfloat16_lowers_behind_the_door(bits: int) -> None:
         triton_gpu.matmul(x.astype(jnp.float32), weight)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "name", ["int4 128 zeros", "int8 32 minima", "mxfp4", "bfloat16", "bfloat12", "nested8"]
 )
