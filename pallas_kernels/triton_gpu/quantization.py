@@ -88,13 +88,9 @@ def _kernel(
     parts = values.reshape(size // group_size, group_size)
     scales = jnp.max(jnp.abs(parts), axis=1) * np.float32(1 / level)
     scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
-    operation = _plain if interpreted else _assembly
-    inverse = operation("rcp.rn.f32 $0, $1;", jnp.where(scales == 0, 1, scales))
-    inverse = jnp.broadcast_to(jnp.where(scales == 0, 0, inverse)[:, None], parts.shape)
-    integers = operation(
-        "{.reg .f32 product; mul.rn.f32 product, $1, $2; cvt.rni.f32.f32 $0, product;}",
-        parts, inverse,
-    )  # fmt: skip
+    inverse = jnp.where(scales == 0, 0, _reciprocal(jnp.where(scales == 0, 1, scales), interpreted))
+    inverse = jnp.broadcast_to(inverse[:, None], parts.shape)
+    integers = _rounded_product(parts, inverse, interpreted)
     whole = integers.reshape(size).astype(jnp.int8)
     pltriton.store(q.at[row, inputs], whole, mask=inputs < width)
     group = first // group_size + jnp.arange(size // group_size)
@@ -104,6 +100,18 @@ def _kernel(
     if sums:
         total = jnp.sum(integers, axis=1) * sums  # exact: below 2^24
         pltriton.store(found.at[place + groups, row], total, mask=there)
+
+
+def _reciprocal(values: jax.Array, interpreted: bool) -> jax.Array:
+    return 1 / values if interpreted else _assembly("rcp.rn.f32 $0, $1;", values)
+
+
+def _rounded_product(x: jax.Array, y: jax.Array, interpreted: bool) -> jax.Array:
+    """x · y in float32, then rounded to an integer, ties to even."""
+    if interpreted:
+        return jnp.round(x * y)
+    product = "{.reg .f32 product; mul.rn.f32 product, $1, $2; cvt.rni.f32.f32 $0, product;}"
+    return _assembly(product, x, y)
 
 
 def _assembly(code: str, *operands: jax.Array) -> jax.Array:
@@ -117,9 +125,3 @@ def _assembly(code: str, *operands: jax.Array) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)],
     )
     return result
-
-
-def _plain(code: str, *operands: jax.Array) -> jax.Array:
-    """The same as ordinary operations: a reciprocal of one, a rounded product of two."""
-    del code
-    return jnp.round(operands[0] * operands[1]) if len(operands) == 2 else 1 / operands[0]
