@@ -167,7 +167,10 @@ def ends_well(command: Command, whole: Whole) -> None:
 
 
 def count_records(target: Path) -> int:
-    """The records in a file or a folder of files, of which the last may be torn."""
-    files = target.iterdir() if target.is_dir() else [target] if target.exists() else []
+    """The records in a file or a folder of files, of which the last may be torn.
+
+    A kill between the making of a file and its renaming leaves a hidden folder, without records.
+    """
+    files = target.glob("[!.]*") if target.is_dir() else [target] if target.exists() else []
     lines = [line for file in files for line in file.read_bytes().split(b"\n")[:-1]]
     return len([json.loads(line) for line in lines])
