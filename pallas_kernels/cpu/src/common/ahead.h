@@ -20,7 +20,7 @@ struct Range {
 
 // The memory that a loop will read. Each of its numbers reads an even share of one part; the parts
 // follow one another.
-struct Ahead {
+struct Announced {
   struct Part {
     int64_t count = 0;  // numbers
     std::array<const uint8_t*, 2> data = {};
@@ -34,8 +34,8 @@ struct Ahead {
 class Fetch {
  public:
   // reached: how many of the announced loops have begun.
-  Fetch(const std::vector<Ahead>& announced, const std::atomic<int64_t>& reached, int64_t threads,
-        int64_t thread)
+  Fetch(const std::vector<Announced>& announced, const std::atomic<int64_t>& reached,
+        int64_t threads, int64_t thread)
       : announced_(&announced), reached_(&reached), threads_(threads), thread_(thread) {}
 
   // Asks for the next lines, if there are any left.
@@ -65,7 +65,7 @@ class Fetch {
     const auto& parts = (*announced_)[loop].parts;
     const Range range(parts[0].count + parts[1].count + parts[2].count, threads_, thread_);
     int64_t first = 0, left = kMost;
-    for (const Ahead::Part& part : parts) {
+    for (const Announced::Part& part : parts) {
       const int64_t begin = std::max(range.begin - first, int64_t{0});
       const int64_t end = std::min(range.end - first, part.count);
       first += part.count;
@@ -78,7 +78,7 @@ class Fetch {
     }
   }
 
-  const std::vector<Ahead>* announced_;
+  const std::vector<Announced>* announced_;
   const std::atomic<int64_t>* reached_;
   int64_t threads_, thread_;
   int64_t loop_ = -1;  // of the announced ones: the one that is asked for

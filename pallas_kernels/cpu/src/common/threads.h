@@ -74,7 +74,7 @@ class Wait {
 class Team {
  public:
   // announced: what memory the loops to come will read. Threads ask for it while they wait.
-  explicit Team(xla::ffi::ThreadPool& pool, std::vector<Ahead> announced = {})
+  explicit Team(xla::ffi::ThreadPool& pool, std::vector<Announced> announced = {})
       : pool_(pool),
         threads_(std::max<int64_t>(1, pool.num_threads())),
         shared_(std::make_shared<Shared>(threads_, std::move(announced))),
@@ -131,12 +131,12 @@ class Team {
   };
 
   struct Shared {
-    Shared(int64_t threads, std::vector<Ahead> announced)
+    Shared(int64_t threads, std::vector<Announced> announced)
         : announced(std::move(announced)), here(threads) {}
 
     // All of them, because a helper may still look at an earlier one.
     std::deque<Loop> loops;
-    const std::vector<Ahead> announced;
+    const std::vector<Announced> announced;
     std::atomic<int64_t> reached{0};      // of them
     std::vector<std::atomic<bool>> here;  // helpers that wait or work
     std::atomic<Loop*> current{nullptr};

@@ -8,16 +8,19 @@
 //   group     the inputs that share a scale and a zero or minimum; a weight has [N, groups] of them
 //
 //   word      4 bytes of a row: 4 int8, 2 bfloat16 or 1 float32
+//   lane      one word of a vector register
 //   vector    kLanes words, one of each of kLanes neighbouring outputs
 //   line      64 bytes of memory
 //   square    kLanes words of kLanes rows, transposed in registers
 //   tile      at most 16 rows of 16 words, as a tile register holds it. An interleaved weight is
 //             stored 16 rows at a time: [N / kTileRows, words of a row, kTileRows]
+//   piece     kPaletteInputs inputs of a tile, which share a palette (bfloat12.h)
 //
 //   portion   rows of x that are multiplied at once: kRows by panels, kFewRows as few rows,
 //             kTileRows by tiles
-//   pass      portions that share one decoding of the weight
+//   sweep     portions that share one decoding of the weight
 //   panel     kColumns outputs that are decoded together, [kColumns, K]
+//   share     the outputs that a thread takes at once: a panel, or a few tiles
 //
 //   slice     the inputs of one iteration of an inner loop: 32 of a run; for tiles `depth` words of
 //             every run
@@ -72,14 +75,14 @@ struct Weight {
   int64_t n, inputs, row_bytes;
   const uint8_t* data;
   const uint8_t* rest;  // of kNestedInt8: the low nibbles of its integers, stored like `data`
-  // Of quantized kinds, [n, groups] with groups = inputs / group_size:
+  // Quantized kinds have these, [n, groups] with groups = inputs / group_size:
   int64_t group_size, groups;
   Scale scale;
   const void* scales;
   const int8_t* zeros;  // or null
   const void* minima;   // of the scales' type, or null; never with zeros
-  // Of kBfloat12, as pallas_kernels/bfloat12.py describes them: [tiles, pieces, kPalette], [tiles,
-  // escapes_per_tile].
+  // Only kBfloat12 has these, as pallas_kernels/bfloat12.py describes them: [tiles, pieces,
+  // kPalette], [tiles, escapes_per_tile].
   const uint8_t* palettes;
   const uint32_t* escapes;
   int64_t escapes_per_tile;
@@ -215,8 +218,8 @@ struct AttentionStep {
   int64_t block;  // its number
 };
 
-// What a thread reads after a step: the next step, and the step of the same head in the next block
-// of which the thread reads all heads. Each may be null.
+// A thread's next step, and its step of the same head in the next block of which it reads all
+// heads. Each may be null.
 struct AttentionAhead {
   const AttentionStep *next, *later;
 };

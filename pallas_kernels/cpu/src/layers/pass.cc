@@ -36,9 +36,11 @@ class Between {
   float* result;  // [rows, D]; before it, the input of `down`
 
  private:
-  static constexpr int64_t kLine = 16, kKept = 1 << 22;  // floats
+  static constexpr int64_t kAlignment = 16, kKept = 1 << 22;  // floats
 
-  static int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+  static int64_t lines(int64_t floats) {
+    return (floats + kAlignment - 1) / kAlignment * kAlignment;
+  }
 
   Memory own_;
 };
@@ -101,7 +103,7 @@ class Layer {
 
   void multiply(const void* x, int64_t k, std::initializer_list<Output> outputs) {
     const Input input{x, p_.bfloat16, p_.rows, k};
-    std::vector<Product> products;
+    std::vector<WeightProduct> products;
     for (const Output& output : outputs) {
       const Linear& linear = p_.linears[output.name];
       const Weight weight = linear.weights.at(number_);
@@ -160,11 +162,11 @@ class Layer {
 };
 
 // The memory that the products of some layers read, in order.
-std::vector<Ahead> products_of(const Pass& p, const std::vector<LayerCall>& calls) {
-  std::vector<Ahead> all;
+std::vector<Announced> products_of(const Pass& p, const std::vector<LayerCall>& calls) {
+  std::vector<Announced> all;
   for (const LayerCall& call : calls) {
     for (const auto& names : {std::vector{kQ, kK, kV}, {kO}, {kGate, kUp}, {kDown}}) {
-      Ahead& ahead = all.emplace_back();
+      Announced& ahead = all.emplace_back();
       for (size_t i = 0; i < names.size(); ++i) {
         const Weights& weights = p.linears[names[i]].weights;
         const Weight w = weights.at(call.number);

@@ -11,7 +11,7 @@
 namespace specjax::SPECJAX_ISA {
 
 // Concurrent sums, as many as fit in registers beside the operands; rows of a portion; and up to
-// how many portions of floats this is faster than panels. Of bytes it is one.
+// how many portions of floats this is faster than panels; for bytes one portion.
 #if defined(__AVX512BW__)
 inline constexpr int kFewSums = 24, kFewRows = 12, kFewPortions = 2;
 #elif defined(__aarch64__)
@@ -107,7 +107,7 @@ class FewRows {
  private:
   using Vector = typename Sums<A>::Vector;
   using Decode = Decoder<A, kind>;
-  static constexpr int64_t kWordBytes = 4, kLineBytes = kTileRows * kWordBytes;
+  static constexpr int64_t kWordBytes = 4, kTileWordBytes = kTileRows * kWordBytes;
   static constexpr int64_t kChunkBytes = chunk_bytes<A>(kind) * kTileRows;
   static constexpr bool kWholeChunks = kind <= Kind::kInt8;
   static constexpr int64_t kTiles = (V * kLanes + kTileRows - 1) / kTileRows;
@@ -116,7 +116,7 @@ class FewRows {
   static constexpr int kRuns = kSameWords && 2 * R * V * kPerSum<A> <= kFewSums ? 2 : 1;
   static constexpr int64_t kRunBytes = kSameWords ? kChunkBytes : kChunkBytes / 2;
   static constexpr int kSlices = kRun<A> / kSliceInputs, kDepth = kSliceWords<A> * kWordsOfX<A>;
-  static constexpr int kSliceLines = kRunBytes / kSlices / kLineBytes;
+  static constexpr int kSliceLines = kRunBytes / kSlices / kTileWordBytes;
 
   // The order in which segments end does not depend on the number of rows. Those of runs that share
   // words alternate.
@@ -151,20 +151,20 @@ class FewRows {
     const uint32_t* x = x_ + (start / kPerWord<A> * kWide + begin * kDepth) * R;
     const uint8_t* from[V];
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
-      from[v] = chunk[v] + offset + begin * kSliceLines * kLineBytes;
+      from[v] = chunk[v] + offset + begin * kSliceLines * kTileWordBytes;
     }
     Vector sums[kCount][R][V] = {};
     for (int64_t slice = begin; slice < last; ++slice, x += kDepth * R) {
-      const int64_t shortly = shortly_ahead(left_ - offset - slice * kSliceLines * kLineBytes);
+      const int64_t shortly = shortly_ahead(left_ - offset - slice * kSliceLines * kTileWordBytes);
       if (kind == Kind::kBfloat12 && escapes_before(start + (slice + 1) * kSliceInputs)) {
         add_with_escapes(start + slice * kSliceInputs, x, sums[0]);
-        SPECJAX_UNROLL for (int v = 0; v < V; ++v) pass<kSliceLines>(from[v], shortly, true);
+        SPECJAX_UNROLL for (int v = 0; v < V; ++v) step_over<kSliceLines>(from[v], shortly, true);
       } else {
         SPECJAX_UNROLL for (int line = 0; line < kSliceLines; line += Decode::kLines) {
           typename Decode::Stored stored[V];
           SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
             stored[v] = read(from[v], v);
-            pass<Decode::kLines>(from[v], shortly, first == 0 || !kSameWords);
+            step_over<Decode::kLines>(from[v], shortly, first == 0 || !kSameWords);
           }
           SPECJAX_UNROLL for (int i = 0; i < Decode::kWords; ++i) {
             SPECJAX_UNROLL for (int run = 0; run < kCount; ++run) {
@@ -185,7 +185,8 @@ class FewRows {
 
   SPECJAX_INLINE typename Decode::Stored read(const uint8_t* from, int v) const {
     if constexpr (kind == Kind::kBfloat12) {
-      return {{load<Word>(from), load<Word>(from + kLineBytes), load<Word>(from + 2 * kLineBytes)},
+      return {{load<Word>(from), load<Word>(from + kTileWordBytes),
+               load<Word>(from + 2 * kTileWordBytes)},
               palettes_[v]};
     } else if constexpr (kind == Kind::kNestedInt8) {
       return {load<Word>(from), load<Word>(from + to_rest())};
@@ -196,8 +197,8 @@ class FewRows {
 
   // Steps over kCount lines. `ask`: prefetches those that the first portion reads later.
   template <int kCount>
-  SPECJAX_INLINE void pass(const uint8_t*& from, int64_t shortly, bool ask) const {
-    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kLineBytes) {
+  SPECJAX_INLINE void step_over(const uint8_t*& from, int64_t shortly, bool ask) const {
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i, from += kTileWordBytes) {
       if (!ask || row_ != 0) continue;
       ask_for(from, shortly);
       if constexpr (kind == Kind::kNestedInt8) ask_for(from + to_rest(), shortly);

@@ -48,7 +48,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   if (!descriptions.are(results.size())) {
     return invalid("attributes and results do not fit together");
   }
-  std::vector<Product> products;
+  std::vector<WeightProduct> products;
   int64_t first = 0;
   for (size_t i = 0; i < results.size(); ++i) {
     Description d;

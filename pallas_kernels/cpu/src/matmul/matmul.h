@@ -8,7 +8,7 @@
 
 namespace specjax::SPECJAX_ISA {
 
-inline constexpr int kRowsPerPass = 96;  // so few that their y stays in the cache
+inline constexpr int kRowsPerSweep = 96;  // so few that their y stays in the cache
 
 inline constexpr int kWordsPerAsk = 8;  // words of x between two prefetches
 
@@ -87,7 +87,7 @@ inline void add_chunk(const Product& p, int64_t column, Groups& groups, int64_t 
 // Writes y[first … first + m - 1, the panel's columns].
 template <Arithmetic A, Kind kind>
 inline void multiply_many(const Product& p, int64_t column, int64_t first, int64_t m, float* y) {
-  alignas(64) Float sums[kRowsPerPass * kVectors];
+  alignas(64) Float sums[kRowsPerSweep * kVectors];
   std::memset(sums, 0, m * kVectors * sizeof(Float));
   Groups groups(p.w, column);
   const int64_t portions = (m + kPanelRows<A> - 1) / kPanelRows<A>;
@@ -107,9 +107,9 @@ inline void multiply(const Product& p, int64_t m, int64_t column, float* y) {
   if (p.how.way == Way::kFewRows) {
     return multiply_few<A, kind, few_rows(A, kind)>(p, column, m, y);
   }
-  const int64_t passes = (m + kRowsPerPass - 1) / kRowsPerPass;
-  for (int64_t pass = 0; pass < passes; ++pass) {
-    const int64_t first = m * pass / passes, next = m * (pass + 1) / passes;
+  const int64_t sweeps = (m + kRowsPerSweep - 1) / kRowsPerSweep;
+  for (int64_t sweep = 0; sweep < sweeps; ++sweep) {
+    const int64_t first = m * sweep / sweeps, next = m * (sweep + 1) / sweeps;
     multiply_many<A, kind>(p, column, first, next - first, y);
   }
 }

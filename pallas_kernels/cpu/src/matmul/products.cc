@@ -7,7 +7,7 @@
 namespace specjax {
 namespace {
 
-constexpr int64_t kSerialWork = 1 << 13;  // values of x that one thread prepares faster than two
+constexpr int64_t kSerialInputs = 1 << 13;  // values of x that one thread prepares faster than two
 
 Prepared reserve(Memory& memory, const Preparation& how) {
   const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
@@ -19,7 +19,7 @@ Prepared reserve(Memory& memory, const Preparation& how) {
 
 void prepare(Team& team, const Kernels& kernels, const Preparation& how, const Input& x,
              const Prepared& out) {
-  const int64_t rows = std::max<int64_t>(1, kSerialWork / how.inputs);
+  const int64_t rows = std::max<int64_t>(1, kSerialInputs / how.inputs);
   team.for_each((x.m + rows - 1) / rows, [&](int64_t index) {
     thread_local std::vector<float> values;
     if (values.size() < static_cast<size_t>(2 * how.inputs)) values.resize(2 * how.inputs);
@@ -31,16 +31,17 @@ void prepare(Team& team, const Kernels& kernels, const Preparation& how, const I
 
 }  // namespace
 
-void multiply(Team& team, const Kernels& kernels, const Input& x, std::vector<Product>& products) {
+void multiply(Team& team, const Kernels& kernels, const Input& x,
+              std::vector<WeightProduct>& products) {
   thread_local std::vector<Memory> memories;
   if (memories.size() < products.size()) memories.resize(products.size());
-  int64_t pieces = 0;
+  int64_t shares = 0;
   for (size_t i = 0; i < products.size(); ++i) {
-    Product& product = products[i];
-    product.first = pieces;
-    pieces += (product.weight.n + product.how.columns - 1) / product.how.columns;
+    WeightProduct& product = products[i];
+    product.first = shares;
+    shares += (product.weight.n + product.how.columns - 1) / product.how.columns;
     const auto same = std::find_if(products.begin(), products.begin() + i,
-                                   [&](const Product& p) { return p.how == product.how; });
+                                   [&](const WeightProduct& p) { return p.how == product.how; });
     if (same != products.begin() + i) {
       product.x = same->x;
     } else {
@@ -48,10 +49,11 @@ void multiply(Team& team, const Kernels& kernels, const Input& x, std::vector<Pr
       prepare(team, kernels, product.how, x, product.x);
     }
   }
-  team.for_each(pieces, [&](int64_t piece) {
-    const Product& p = *std::find_if(products.rbegin(), products.rend(),
-                                     [&](const Product& each) { return each.first <= piece; });
-    const int64_t column = (piece - p.first) * p.how.columns;
+  team.for_each(shares, [&](int64_t share) {
+    const WeightProduct& p =
+        *std::find_if(products.rbegin(), products.rend(),
+                      [&](const WeightProduct& each) { return each.first <= share; });
+    const int64_t column = (share - p.first) * p.how.columns;
     kernels.multiply_columns(p.weight, p.how, p.x, x.m, column, p.y);
   });
 }

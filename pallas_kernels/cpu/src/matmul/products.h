@@ -8,15 +8,16 @@
 
 namespace specjax {
 
-struct Product {
+struct WeightProduct {
   Weight weight;
   Preparation how;
   float* y;           // [M, N]
   Prepared x = {};    // set by `multiply`
-  int64_t first = 0;  // the number of its first piece of `how.columns` outputs; set by `multiply`
+  int64_t first = 0;  // the number of its first share of `how.columns` outputs; set by `multiply`
 };
 
 // Prepares x once per Preparation, and multiplies it by all weights.
-void multiply(Team& team, const Kernels& kernels, const Input& x, std::vector<Product>& products);
+void multiply(Team& team, const Kernels& kernels, const Input& x,
+              std::vector<WeightProduct>& products);
 
 }  // namespace specjax

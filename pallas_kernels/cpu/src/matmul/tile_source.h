@@ -50,7 +50,7 @@ template <Arithmetic A, Kind kind, int kDepth>
 struct TileSlices {
   static constexpr int kRuns = in_nibbles(kind) ? 2 : 1;  // whose inputs lie in the same bytes
   static constexpr int kInputs = kDepth * kPerWord<A>;    // of a run
-  // Lines of a slice: each has kLineBytes bytes of each output.
+  // Lines of a slice: each has kWordBytes bytes of each output.
   static constexpr int kLines = kind == Kind::kBfloat12                    ? 3 * kDepth / 4
                                 : kRuns == 2 && A == Arithmetic::kBfloat16 ? kDepth / 2
                                                                            : kDepth;
@@ -129,12 +129,12 @@ class TileSource {
   }
 
  private:
-  static constexpr int kLineBytes = 4;  // of an output
+  static constexpr int kWordBytes = 4;  // of an output
   static_assert(kTileRows == kLanes);
 
   // Whether the lines before line `end` are stored as such.
   SPECJAX_INLINE bool is_whole(int64_t end) const {
-    return w_.interleaved && end * kLineBytes <= w_.row_bytes;
+    return w_.interleaved && end * kWordBytes <= w_.row_bytes;
   }
 
   // Line `line` of a weight that is stored row by row, or whose rows end within the square.

@@ -33,7 +33,7 @@ class TileShapes {
   TileShapes& operator=(const TileShapes&) = delete;
 
  private:
-  // What ldtilecfg reads.
+  // The operand of ldtilecfg.
   struct alignas(64) Configuration {
     void set(int tile, int64_t tile_rows, int64_t tile_bytes) {
       rows[tile] = static_cast<uint8_t>(tile_rows);

@@ -13,8 +13,8 @@
 namespace specjax {
 namespace {
 
-constexpr int64_t kSums = 32;             // sums that stay in registers
-constexpr int64_t kSerialWork = 1 << 14;  // values that one thread rotates faster than two
+constexpr int64_t kSums = 32;               // sums that stay in registers
+constexpr int64_t kSerialValues = 1 << 14;  // values that one thread rotates faster than two
 
 struct Matrix {
   const float* signs;  // [order, order] of ±1
@@ -112,7 +112,7 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   const int64_t unit = dims.back(), n = dims[dims.size() - 2], size = n * unit;
   std::vector<Matrix> matrices;
   if (auto error = read_matrices(args, n, matrices); error.failure()) return error;
-  const int64_t rows = x.element_count() / size, each = std::max<int64_t>(1, kSerialWork / size);
+  const int64_t rows = x.element_count() / size, each = std::max<int64_t>(1, kSerialValues / size);
   const float* const from = static_cast<const float*>(x.untyped_data());
   float* const to = static_cast<float*>(result->untyped_data());
   Team team(pool);
