@@ -1,8 +1,8 @@
 // Attention of one task over one block of slots.
 //
-// The lanes are slots for scores, and features for mixed values. Scores are products of pairs where
-// these serve (attention_pairs.h). Else keys are decoded to float32, a strip at a time, and scores
-// and mixed values are the same small matrix product (attention_product.h).
+// The lanes are slots for scores, and features for mixed values. Both are products of pairs where
+// these serve (attention_pairs.h, attention_mix.h). Else keys are decoded to float32, a strip at a
+// time, and scores and mixed values are the same small matrix product (attention_product.h).
 //
 // Every sum runs over features, or over slots in the order of their numbers from the block's start.
 // A slot that a token does not see adds an exact zero. So a query's result is a function of that
@@ -159,15 +159,6 @@ inline void add_careful(const Factor& f, const Decoded& m, int64_t rows, int64_t
   }
 }
 
-inline bool all_finite(const float* values, int64_t count) {
-  Float differences{};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Float v = load<Float>(values + i);
-    differences += v - v;  // NaN where v is not finite
-  }
-  return sum_of_lanes(differences) == 0;
-}
-
 // Multiplies weights by the scales of the values of their slots, which hold codes. A weight of zero
 // stays zero, whatever the scale.
 inline void scale_weights(const Entries& entries, const SpanWeights& weights, int64_t rows) {
@@ -261,6 +252,9 @@ inline void attend_block(const Attention& a, const AttentionStep& step, const At
   Ahead ahead(a, steps, 2 * span.strips * kStrip * head_lines(a));  // once per line of this step
   score(a, task, keys, weights, layout, scratch, ahead);
   weigh_block(a, task, span, weights, layout, scratch, sums);
+#if defined(__AVX512BF16__)
+  if (pairs_serve(a)) return mix_pairs(Values{a, task, values, span}, layout, scratch, sums, ahead);
+#endif
   std::memset(weights.fresh.values, 0, layout.rows * weights.fresh.stride * sizeof(float));
   for_new_tokens(a, task, span, weights, layout.rows,
                  [](float& slot, float& token) { token = slot; });

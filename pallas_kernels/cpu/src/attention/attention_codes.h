@@ -20,11 +20,9 @@ SPECJAX_INLINE __m256i read_bytes(const uint8_t* from) {
 }
 
 SPECJAX_INLINE Word read_codes8(const uint8_t* from, uint8_t zero) {
-  const __m512i values =
-      _mm512_sub_epi16(_mm512_cvtepu8_epi16(read_bytes(from)), _mm512_set1_epi16(zero));
-  const __m512i low = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(values));
-  const __m512i high = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(values, 1));
-  return (Word)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+  const Float low = integers(widen(load<Byte>(from)), zero);
+  const Float high = integers(widen(load<Byte>(from + kLanes)), zero);
+  return (Word)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
 // Reads the low nibbles, or the high ones. A difference has five bits, and the lookup ignores the

@@ -18,6 +18,7 @@ inline constexpr int kPairFeatures = 2 * kLanes;  // features in bfloat16 that f
 // The stride of the weights. It is not a power of two, because those share few sets of the
 // first-level cache.
 inline constexpr int kWeightStride = kAttentionBlock + 16;
+inline constexpr int kPairStride = kAttentionBlock + 32;  // of weights in bfloat16
 
 // The layout of a thread's scratch and of a task's sums, in floats.
 struct Layout {
@@ -30,7 +31,8 @@ struct Layout {
         weights(values + kStrip * features),
         new_weights(weights + rows * kWeightStride),
         seen(new_weights + rows * new_stride),
-        scratch(seen + tokens * kAttentionBlock),
+        pair_weights(seen + tokens * kAttentionBlock),
+        scratch(pair_weights + rows * kPairStride / 2),
         maxima(rows * features),
         totals(maxima + rows),
         sums((totals + rows + 15) / 16 * 16) {}
@@ -38,8 +40,8 @@ struct Layout {
   int64_t rows, features, new_stride;
   // Scratch: queries [rows, features]; keys [features, kStrip]; values [kStrip, features]; weights
   // [rows, kWeightStride]; in a tree, those of the new tokens as they lie in memory [rows,
-  // new_stride]; seen [tokens, kAttentionBlock].
-  int64_t keys, values, weights, new_weights, seen, scratch;
+  // new_stride]; seen [tokens, kAttentionBlock]; weights in bfloat16 [rows, kPairStride].
+  int64_t keys, values, weights, new_weights, seen, pair_weights, scratch;
   // Sums: mixed values [rows, features], maxima [rows], totals [rows].
   int64_t maxima, totals, sums;
 };
@@ -247,6 +249,15 @@ inline void read_values(const Entries& entries, int64_t slot, int64_t count, con
       store(out + e, left > 0 ? read_vector(entries, from + e * size, left) : Float{});
     }
   }
+}
+
+inline bool all_finite(const float* values, int64_t count) {
+  Float differences{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Float v = load<Float>(values + i);
+    differences += v - v;  // NaN where v is not finite
+  }
+  return sum_of_lanes(differences) == 0;
 }
 
 // --- Visibility.

@@ -8,7 +8,7 @@
 
 #include "attention/attention_input.h"
 #if defined(__AVX512BF16__)
-#include "attention/attention_codes.h"
+#include "attention/attention_mix.h"
 #endif
 
 namespace specjax::SPECJAX_ISA {

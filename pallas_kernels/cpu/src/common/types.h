@@ -35,7 +35,7 @@
 //   span      consecutive slots of a block
 //   task      the queries of some tokens that share a key-value head
 //   step      one task over one block
-//   part      one of three bfloat16 whose sum is a weight of a slot
+//   pair      two features of a slot, or one feature of two slots: a word of bfloat16
 //
 // Work is dealt to threads in ranges (threads.h).
 #pragma once
