@@ -41,8 +41,7 @@ acceptance in their tables is higher than on real models.
 
 ## Results that are not quoted
 
-These were measured on uncommitted code, or do not name their commit. They are not in any table or
-text here.
+These do not name the commit that was measured. They are not in any table or text here.
 
 {unquoted}
 """
