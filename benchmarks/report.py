@@ -38,9 +38,17 @@ def _write() -> None:
     for name, text in pages().items():
         (DOCS / name).parent.mkdir(exist_ok=True)
         (DOCS / name).write_text(text)
+    for page in abandoned():
+        page.unlink()
     for page in quoting_pages():
         page.write_text(refresh(page.read_text()))
     draw(DOCS / "pictures")
+
+
+def abandoned() -> list[Path]:
+    """Pages of docs/measurements/ that this no longer makes."""
+    made = {DOCS / name for name in pages()}
+    return [page for page in sorted((DOCS / "measurements").glob("*.md")) if page not in made]
 
 
 def quoting_pages() -> list[Path]:
@@ -54,6 +62,8 @@ def problems() -> Iterator[str]:
     for name, text in pages().items():
         if not (DOCS / name).exists() or (DOCS / name).read_text() != text:
             yield f"docs/{name} is not what the results say: run python -m benchmarks.report"
+    for page in abandoned():
+        yield f"no result makes {page.relative_to(ROOT)}: run python -m benchmarks.report"
     for page in quoting_pages():
         text, name = page.read_text(), page.relative_to(ROOT)
         if refresh(text) != text:

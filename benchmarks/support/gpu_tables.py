@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.support.compact import compact
 from benchmarks.support.results import Rows, figure, plain
 from benchmarks.support.tables import table
 
@@ -47,4 +48,4 @@ def timed(rows: Rows) -> str:
 
 def wide(rows: Rows) -> str:
     """All columns but the device, which the heading names."""
-    return plain([{name: value for name, value in row.items() if name != "device"} for row in rows])
+    return compact([{name: row[name] for name in row if name != "device"} for row in rows])

@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.support.pages import largest_batch
 from benchmarks.support.results import RESULTS, Rows, load, select
+from benchmarks.support.section_tables import largest_batch
 
 
 def draw(folder: Path) -> None:

@@ -30,6 +30,10 @@ class Result:
         return self.name.split("/")[0]
 
     @property
+    def file(self) -> str:
+        return self.name.split("/")[1]
+
+    @property
     def commit(self) -> str:
         return self.environment.get("commit") or "unknown commit"
 

@@ -1,0 +1,301 @@
+"""The pages of docs/measurements: the benchmarks of each, and what the words there mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.support import gpu_tables, section_tables
+from benchmarks.support.compact import compact
+from benchmarks.support.results import Rows, plain
+
+
+@dataclass(frozen=True)
+class Section:
+    """The tables of one benchmark."""
+
+    module: str  # "speed.drafters"
+    files: str  # the pattern of its results' names
+    title: str
+    note: str = ""
+    render: Callable[[Rows], str] = plain
+    apart: bool = False  # a table per file: each has its own plain decoding
+
+
+@dataclass(frozen=True)
+class Page:
+    """One subject."""
+
+    title: str
+    shows: str
+    sections: tuple[Section, ...]
+
+
+# What sets a result apart from the others of its section.
+HEADINGS = {
+    "smollm2_drafters": "Batch 1",
+    "smollm2_drafters_8": "Batch 8",
+    "smollm2_drafters_auto_few": "`Auto` at batch 1 and 4",
+    "smollm2_drafters_auto_many": "`Auto` at batch 8 and 16",
+    "smollm2_drafters_levels": "N-grams below a cast",
+    "smollm2_drafters_nested8": "A model of 8 bits",
+    "smollm2_drafters_others": "Other drafters",
+    "papers_article": "The article on quantized drafts",
+    "papers_ml_specqd": "ML-SpecQD, tables I and II",
+    "papers_qspec_4": "QSpec, table 4",
+    "papers_qspec_8": "QSpec, table 8",
+    "papers_qspec_9_quarot": "QSpec, table 9, QuaRot",
+    "papers_qspec_figure_5": "QSpec, figure 5",
+    "papers_spectra_1": "SPECTRA, table 1",
+    "smollm2_repeated_questions": "A 4-bit model",
+    "smollm2_repeated_questions_16": "A bfloat16 model",
+    "smollm2_long_1": "Batch 1",
+    "smollm2_long_4": "Batch 4",
+    "smollm2_llama_cpp": "The newest run",
+    "smollm2_llama_cpp_older": "An older run",
+    "drafters_1": "Batch 1",
+    "drafters_1_longer": "Batch 1, other lengths",
+    "drafters_8": "Batch 8",
+    "drafters_lengths": "Draft lengths of an MXFP4 cast",
+    "drafters_text_1": "Drafts from the text, batch 1",
+    "drafters_text_8": "Drafts from the text, batch 8",
+    "decode_step": "Batch 1 and 8",
+    "decode_step_again": "Batch 1 again",
+    "schemes": "`tiny-16bit`",
+    "schemes_nested8": "`tiny-16bit`, 8 bits",
+    "schemes_stories260K": "stories260K",
+    "smollm2_schemes": "SmolLM2",
+    "smollm2_schemes_nested8": "SmolLM2, 8 bits",
+    "smollm2_evaluation_gsm8k": "SmolLM2 on GSM8K",
+    "smollm2_evaluation_piqa": "SmolLM2 on PIQA",
+    "evaluation_1": "`tiny-16bit`",
+    "evaluation_kills": "Killed runs",
+}
+
+EXACTNESS = Page(
+    "exactness",
+    "Outputs beside plain decoding's; sampled texts beside their exact distribution.",
+    (
+        Section("exactness.outputs", "outputs_*", "Greedy outputs, and acceptance",
+                render=section_tables.outputs),
+        Section("exactness.places", "*places", "One prompt in three places",
+                "SmolLM2, sampled: the same prompt and key alone, in a batch and in a queue."),
+        Section("exactness.logits", "*logits", "Logits beside transformers on torch",
+                "SmolLM2's GGUF file, which transformers dequantizes itself; WikiText-2. *near "
+                "tie*: the largest distance of the two first choices where they differ."),
+        Section("exactness.tokens", "*_tokens", "Token ids beside llama.cpp",
+                "Lines of real text and odd ones, encoded by the tokenizer in SmolLM2's GGUF "
+                "file."),
+        Section("exactness.chi_square", "chi_square*", "Sampled texts",
+                "100,000 sampled texts per drafter against their exact distribution."),
+        Section("exactness.serving", "*_served", "Outputs under load",
+                "Greedy and seeded requests from 1 to 32 clients, some of whom leave, beside "
+                "`generate` for each alone. *left*: rows, prompts and files afterwards."),
+        Section("exactness.structured", "*_structured", "Answers that keep to a JSON schema",
+                "A server with drafts, greedy and seeded requests, beside `generate` without "
+                "drafts. *complete*: not cut by the limit of tokens; *invalid*: complete ones "
+                "that jsonschema refuses."),
+    ),
+)  # fmt: skip
+
+REAL_MODEL = Page(
+    "drafters of a real model",
+    "Drafters of an instruct model beside plain decoding, at batch 1 to 16, greedy and sampled.",
+    (
+        Section("speed.instruct_drafters", "smollm2_drafters*", "Drafters of a real instruct model",
+                "SmolLM2 answers real prompts, reading included. What loses stands first. "
+                "Compare within a table: each is one run, of the commit behind its file. "
+                "*speedup*: geometric mean over prompts, beside plain decoding of the same "
+                "target, with its 95 % interval. *bfloat12* and *nested16* hold the bfloat16 "
+                "model exactly, and are compared with it. *identical*: the texts are plain "
+                "decoding's; sampled ones need not be. The files also hold each kind of text.",
+                section_tables.by_drafter, apart=True),
+    ),
+)  # fmt: skip
+
+CONTEXTS = Page(
+    "long contexts and repeated work",
+    "Drafts that see a part of thousands of tokens, and a memory of texts that come again.",
+    (
+        Section("speed.long_context", "smollm2_long*", "Drafts that see a part of a long context",
+                "SmolLM2 goes on with tales, WikiText and many solved exercises. *speedup*: over "
+                "plain decoding from the end of the prompt on, geometric mean with its 95 % "
+                "interval; *speedup read*: with the reading of the prompt.", compact, apart=True),
+        Section("speed.repeated_work", "smollm2_repeated*", "Work that repeats itself",
+                "SmolLM2, one prompt at a time, reading and adding to the memory included. The "
+                "second pass asks the first one's set with small edits, the third the edited set "
+                "again.", compact, apart=True),
+    ),
+)  # fmt: skip
+
+BILLION = Page(
+    "a billion parameters, on CPU and GPU",
+    "Drafters of a widened model: its acceptance is a small model's, its cost a large one's.",
+    (
+        Section("speed.wide", "wide*", "Drafters on CPU and GPU, a billion parameters",
+                "`tiny-16bit` widened as below, its prompts read inside the time. Nested models "
+                "are compared with plain decoding in bfloat16. *identical*: outputs that are plain "
+                "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at "
+                "once, the GPU's on 16 cores. On the H100 the kernels were being checked at the "
+                "same time; each plain row in 4 bits or bfloat16 is the base of those below it.",
+                gpu_tables.wide),
+        Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
+                "The target is `tiny-16bit` widened to 1.04 billion parameters "
+                "(`benchmarks/support/widen.py`): acceptance is the small model's, cost the "
+                "large's. *speedup* is over plain decoding in the same run. *16-bit head* keeps "
+                "the output matrix in 16 bits; *4-bit target* rows compare with plain decoding of "
+                "that model.", section_tables.drafters, apart=True),
+        Section("speed.planner", "planner", "Predicted and measured speed-up", render=compact),
+    ),
+)  # fmt: skip
+
+SERVING = Page(
+    "serving and structured output",
+    "Calls of tools under a schema, the server, and what a user waits for.",
+    (
+        Section("speed.structured", "smollm2_tools*", "Calls of tools, under a JSON schema",
+                "SmolLM2, one request at a time, reading included. *speedup*: over plain decoding "
+                "under the same schema, geometric mean with its 95 % interval.", compact,
+                apart=True),
+        Section("speed.serving", "*_serving", "The server beside `decode_many`",
+                "The clients run on the same cores. *first*, *between*: seconds to the first token "
+                "and between two events.", section_tables.compact_by_part, apart=True),
+        Section("speed.waiting", "smollm2_waiting*", "Waiting for the first token",
+                "Seconds in a new process of SmolLM2: *import* beyond JAX's, *load*, the *first* "
+                "decode of 4 tokens, and decodes with another prompt length, another "
+                "max_new_tokens and another temperature. The second process finds what the first "
+                "one compiled."),
+    ),
+)  # fmt: skip
+
+BATCHING = Page(
+    "batching and layers",
+    "Continuous batching, layers in one stack, and QSpec on the bundled model.",
+    (
+        Section("speed.batching", "batching", "Continuous batching",
+                "500 real prompts on `tiny`; *ratio* is over static batching.", compact),
+        Section("speed.layers", "layers", "Layers in one stack, or one by one"),
+        Section("speed.qspec", "qspec", "QSpec on `tiny`", render=compact),
+    ),
+)  # fmt: skip
+
+ENGINES = Page(
+    "beside other engines",
+    "Plain decoding and drafters beside llama.cpp and OpenVINO, measured in the same runs.",
+    (
+        Section("speed.beside_llama_cpp", "smollm2_llama_cpp*", "Beside llama.cpp on the same file",
+                "*read*: up to the first new token; *generate*: 64 tokens after it; *first*: from "
+                "the shell to the first token; *texts*: greedy answers.",
+                section_tables.compact_by_part, apart=True),
+        Section("speed.decode_step", "decode_step*", "A decode step, a billion parameters",
+                "Llama-3.2-1B's shape in 4 bits, beside llama.cpp and OpenVINO in the same run.",
+                compact, apart=True),
+    ),
+)  # fmt: skip
+
+PAPERS = Page(
+    "the papers' tables, measured",
+    "Tables of the papers, measured on a small model, with the printed numbers beside.",
+    (
+        Section("speed.papers", "papers_*", "Tables of the papers",
+                "SmolLM2, greedy, reading included, beside plain decoding on the same kernels. "
+                "*kept*: accepted over drafted; *accepted*: over the drafts that were decided on; "
+                "*draft share*: of a round's time. *paper*: what its authors print for *compared*, "
+                "on larger models and GPUs or servers.", section_tables.papers, apart=True),
+    ),
+)  # fmt: skip
+
+KERNELS = Page(
+    "kernels",
+    "Matrix products beside the machine's limit, sampling, and programs for TPUs.",
+    (
+        Section("kernels.products", "products", "Matrix products",
+                "Medians over the layers' shapes of several models. The limit is the memory's or "
+                "the arithmetic's rate, whichever binds, from the same run. *takes*: time over "
+                "ours.", section_tables.products),
+        Section("gpu_check", "gpu_check", "Kernels on a GPU: numerics and exactness",
+                "Fresh random inputs beside float64; *error of bound*: the worst error as a part "
+                "of what float32 sums may err; rows and tokens alone and in company, bit for bit; "
+                "QSpec on `tiny` beside plain decoding. Products of 8- and 4-bit activations "
+                "failed beside activations that XLA had quantized on the GPU, where it "
+                "approximates a reciprocal and so rounds some values to the next step. The check "
+                "quantizes on the CPU since; it has not been repeated.", gpu_tables.checked),
+        Section("gpu_check", "gpu_speed", "Kernels on a GPU: speed",
+                "Attention with Llama-3-8B's heads, and some of its layers, beside the device's "
+                "measured limits. Microseconds with a launch that prepares x.", gpu_tables.timed),
+        Section("kernels.sampling", "sampling", "Choosing a token", "Milliseconds."),
+        Section("kernels.compile_check_tpu", "compile_check_tpu*", "Kernels compiled for TPUs",
+                "Compiled without a device; none has run on one.", section_tables.compiled),
+    ),
+)  # fmt: skip
+
+ACCEPTANCE = Page(
+    "acceptance",
+    "Drafts that a real model keeps, by drafter and kind of text.",
+    (
+        Section("quality.acceptance", "*acceptance", "Acceptance on real text",
+                "SmolLM2-135M-Instruct. *gguf*: the model as its file has it; *bfloat16*: the "
+                "same, dequantized. Its weights lie on a 4-bit grid in groups of 32, which "
+                "flatters the INT4 cast with groups of 32. In brackets: 95 % intervals over "
+                "prompts.", section_tables.accepted),
+        Section("quality.memory_tokens", "*memory_tokens", "A memory of texts",
+                "SmolLM2; up to 7 drafts per pass of the target."),
+    ),
+)  # fmt: skip
+
+WITHOUT_A_MODEL = Page(
+    "drafts without a model",
+    "Tokens per verification of n-grams, Lookahead and SPECTRA, corpora, and what drafting costs.",
+    (
+        Section("quality.compression", "compression*", "Drafts without a model",
+                "Tokens per verification of `tiny`. *drafted*: tokens proposed per verification; "
+                "*error*: standard error of the mean, from seed to seed; *draft passes*: passes of "
+                "the drafting model per token.", section_tables.compression),
+        Section("quality.refinement", "refinement", "Refinement of a corpus",
+                "Tokens that a look-up gains, by the part of a corpus that is kept."),
+        Section("speed.drafter_cost", "drafter_cost*", "Cost of drafters without a model",
+                "*share*: proposing and observing, as a part of a round."),
+    ),
+)  # fmt: skip
+
+QUALITY = Page(
+    "quality",
+    "Quantization schemes, and scores on task sets.",
+    (
+        Section("quality.schemes", "*schemes*", "Quantization schemes",
+                "*ppl*: perplexity by activation precision; *accepted*: token acceptance of "
+                "drafts.", apart=True),
+        Section("quality.evaluation", "*evaluation*", "Evaluation",
+                "Beside a score: its items, and half of its 95 % interval.",
+                section_tables.by_part, apart=True),
+    ),
+)  # fmt: skip
+
+MEMORY = Page(
+    "memory",
+    "Bytes and seconds of decoding, conversion, quantization and meshes.",
+    (
+        Section("memory.footprint", "footprint", "Decoding, against the cache's capacity"),
+        Section("memory.convert_1b", "convert_1b", "Conversion of a billion parameters"),
+        Section("memory.quantize_1b", "quantize_1b", "Quantization of a billion parameters"),
+        Section("memory.parallel", "parallel", "Many devices",
+                "Virtual devices of one CPU: bytes and bits, not speed.", section_tables.parallel),
+    ),
+)  # fmt: skip
+
+# By the file's name.
+PAGES = {
+    "exactness": EXACTNESS,
+    "real_model": REAL_MODEL,
+    "contexts": CONTEXTS,
+    "billion": BILLION,
+    "serving": SERVING,
+    "batching": BATCHING,
+    "engines": ENGINES,
+    "papers": PAPERS,
+    "kernels": KERNELS,
+    "acceptance": ACCEPTANCE,
+    "without_a_model": WITHOUT_A_MODEL,
+    "quality": QUALITY,
+    "memory": MEMORY,
+}
