@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import psutil
@@ -27,7 +28,8 @@ _PAGES = ("inactive_file", "active_file")  # bytes of files in memory, which the
 
 def available() -> int | None:
     """Bytes that new arrays on the default device may take; None if the device does not tell."""
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    options: Any = jax.config  # its types do not name the options of every version
+    chosen = options.jax_default_device
     device = jax.local_devices(backend=chosen)[0] if isinstance(chosen, str | None) else chosen
     if device.platform == "cpu":
         return _host()
