@@ -30,6 +30,7 @@ from specjax.commands.prompts import read_prompts
 from specjax.evaluation import TASKS, Fidelity, TaskProgress, evaluate, fidelity, perplexity
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.evaluation.table import Row, fidelity_rows, format_table
+from specjax.evaluation.task_sets import TaskOptions
 from specjax.files.json_lines import read_text
 
 
@@ -194,8 +195,7 @@ def _tasks(options: argparse.Namespace) -> None:
         results = evaluate(
             target.params, specjax.load_tokenizer(options.model), [options.first, *options.others],
             options.data, drafter=make_drafter(read_drafter(options), target),
-            cache_bits=options.cache_bits, out=options.out, progress=progress,
-            **_task_options(options),
+            out=options.out, progress=progress, **_task_options(options),
         )  # fmt: skip
     for each in results:
         numbers = (_number(name, value) for name, value in each.summary().items())
@@ -224,8 +224,7 @@ def _table_rows(options: argparse.Namespace, name: str, model: str) -> list[Row]
         rows = fidelity_rows(
             name, specjax.load(model), specjax.load_tokenizer(model), options.tasks, options.data,
             drafter=specjax.QSpec(options.draft_length, options.draft_activation),
-            cache_bits=options.cache_bits, out=options.out, progress=progress,
-            **_task_options(options),
+            out=options.out, progress=progress, **_task_options(options),
         )  # fmt: skip
         return list(rows)
 
@@ -236,11 +235,11 @@ def _row_numbers(row: Row) -> dict[str, Any]:
     return {"model": row.scheme, "method": row.method, **differing, **numbers}
 
 
-def _task_options(options: argparse.Namespace) -> dict[str, Any]:
+def _task_options(options: argparse.Namespace) -> TaskOptions:
     return {
         "rows": options.rows, "limit": options.limit, "sample_seed": options.sample_seed,
-        "shots": options.shots,
-        "max_new_tokens": options.max_new_tokens, "chat": options.chat, "unsafe": options.unsafe,
+        "shots": options.shots, "max_new_tokens": options.max_new_tokens,
+        "cache_bits": options.cache_bits, "chat": options.chat, "unsafe": options.unsafe,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from pallas_kernels.activations import Activation, check_activation
 from specjax.checks import check_integer, check_seed
@@ -23,6 +23,19 @@ from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Identified, Setup, Task
 from specjax.generation.text import ChatTokenizer, Tokenizer
 from specjax.model.params import Params
+
+
+class TaskOptions(TypedDict, total=False):
+    """The options of `evaluate` that say how tasks are asked, whatever decodes the answers."""
+
+    rows: int
+    limit: int | None
+    sample_seed: int | None
+    shots: int | None
+    max_new_tokens: int | None
+    cache_bits: int
+    chat: bool
+    unsafe: bool
 
 
 class TaskProgress(NamedTuple):
