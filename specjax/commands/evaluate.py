@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
+from pallas_kernels.activations import ACTIVATIONS, LEVELS, Activation
 from specjax.checks import printable
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, pyplot, save_picture, write_json
@@ -72,7 +73,7 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     help_ = "QSpec's tokens per draft; 3 if left out"
     add("--draft-length", type=integer, default=3, metavar="N", help=help_)
     help_ = "QSpec's activation precision of the draft; a4, the paper's, if left out"
-    add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
+    add("--draft-activation", choices=tuple(LEVELS), default="a4", help=help_)
     add_cache_bits(parser)
     help_ = "write results to this folder; a killed run continues from it"
     add_output(parser, "--out", directory=True, metavar="DIR", help=help_)
@@ -112,7 +113,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     add("text", type=Path, help="a text file, such as WikiText-2's")
     add_model(parser)
     help_ = "activation precision of the model; a16 if left out"
-    add("--activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
+    add("--activation", choices=ACTIVATIONS, default="a16", help=help_)
     add_cache_bits(parser)
     add(
         "--window",
@@ -139,7 +140,7 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
     add("prompts", type=Path, help="a file of prompts: JSON lines, or one text per line")
     add_model(parser)
     help_ = "activation precision that is compared with a16; a4 if left out"
-    add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
+    add("--draft-activation", choices=tuple(LEVELS), default="a4", help=help_)
     add(
         "--limit",
         type=integer,
@@ -275,7 +276,7 @@ def _report(numbers: dict[str, float], target: Path | None) -> None:
     write_json(target, numbers)
 
 
-def _draw(result: Fidelity, activation: str, target: Path) -> None:
+def _draw(result: Fidelity, activation: Activation, target: Path) -> None:
     plot = pyplot()
     figure, axes = plot.subplots(figsize=(5, 5))
     for accepted, colour, label in (

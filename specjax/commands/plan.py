@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import specjax
+from pallas_kernels.activations import ACTIVATIONS
 from specjax import planning
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, read_config, write_json
@@ -113,7 +114,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_quantize(parser)
     help_ = "activation precision of the draft; a16 if left out"
-    add("--draft-activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
+    add("--draft-activation", choices=ACTIVATIONS, default="a16", help=help_)
     help_ = "sequences taken from the text; 4 if left out"
     add("--sequences", type=integer, default=4, metavar="N", help=help_)
     add("--length", type=integer, default=256, metavar="N", help="tokens of each; 256 if left out")
