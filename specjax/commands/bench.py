@@ -83,7 +83,7 @@ def add(commands: Any) -> None:
     add("--chat", action="store_true", help="put the prompts into the model's chat template")
     for name, what in (
         ("--limit", "prompts per set, the first ones; all if left out"),
-        ("--longest", "leave out prompts of more tokens; 256 if left out"),
+        ("--longest-prompt", "leave out prompts of more tokens; 256 if left out"),
         ("--max-new-tokens", "most tokens per answer; 64 if left out"),
         ("--turns", "how often all prompts are answered; 3 if left out"),
     ):
@@ -143,7 +143,7 @@ def _subject(
     """The model of that name with the drafters and the prompts of every set."""
     target = load_target(name, options.quantize, options.group_size)
     written = chosen.drafters or (_QUANTIZED if target.params.quantized else _PLAIN)
-    longest = 256 if options.longest is None else options.longest
+    longest = 256 if options.longest_prompt is None else options.longest_prompt
     return Subject(
         name=f"{name}, {options.quantize}" if options.quantize else name,
         params=target.params,

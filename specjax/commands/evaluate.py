@@ -85,7 +85,6 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="DIR", help="the folder of the tasks' files")
     help_ = "prompts decoded at a time, and texts per pass; 8 if left out"
     add("--rows", type=integer, default=8, metavar="N", help=help_)
-    add("--batch", dest="rows", type=integer, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add(
         "--limit", type=integer, metavar="N", help="items per task, the first ones; all if left out"
     )
@@ -140,7 +139,7 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
     add("prompts", type=Path, help="a file of prompts: JSON lines, or one text per line")
     add_model(parser)
     help_ = "activation precision that is compared with a16; a4 if left out"
-    add("--draft-activation", choices=tuple(LEVELS), default="a4", help=help_)
+    add("--compared", choices=tuple(LEVELS), default="a4", help=help_)
     add(
         "--limit",
         type=integer,
@@ -182,12 +181,12 @@ def _fidelity(options: argparse.Namespace) -> None:
     tokenizer = specjax.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text) for text in texts]
     result = fidelity(
-        params, prompts, activation=options.draft_activation,
+        params, prompts, activation=options.compared,
         max_new_tokens=options.max_new_tokens, rows=options.rows,
     )  # fmt: skip
     _report(result.summary(), options.json)
     if options.picture is not None:
-        _draw(result, options.draft_activation, options.picture)
+        _draw(result, options.compared, options.picture)
 
 
 def _tasks(options: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=FORMATS, metavar="FORMAT", help=help_)
     help_ = "weight format of a draft that is a cast of the target"
     add("--draft-weights", choices=FORMATS, metavar="FORMAT", help=help_)
-    add("--draft-model", metavar="MODEL", help="a model that drafts instead of a cast")
+    add("--draft", metavar="MODEL", help="a model that drafts instead of a cast")
     add("--draft-lm-head", action="store_true", help="quantize the output head of the draft too")
     add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
     add_group_size(parser)
@@ -128,7 +128,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     help_ = "batch size; repeatable; 1 and 8 if left out"
     parser.add_argument("--rows", type=integer, action="append", metavar="N", help=help_)
     help_ = "tokens of a prompt; 128 if left out"
-    parser.add_argument("--context", type=integer, default=128, metavar="N", help=help_)
+    parser.add_argument("--prompt", type=integer, default=128, metavar="N", help=help_)
 
 
 def _add_longest(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +140,8 @@ def _memory(options: argparse.Namespace) -> None:
     check_picture(options.picture)
     config, weights = read_config(options.model)
     draft_config, draft = None, None
-    if options.draft_model is not None:
-        draft_config, draft = read_config(options.draft_model)
+    if options.draft is not None:
+        draft_config, draft = read_config(options.draft)
     context = config.max_position_embeddings if options.context is None else options.context
 
     plan = partial(
@@ -288,10 +288,10 @@ def _calibrate(options: argparse.Namespace) -> None:
     sizes = options.rows or [1, 8]
     if min(sizes) < 1:
         raise ValueError(f"--rows must be at least 1, got {min(sizes)}")
-    if options.context < 1:
-        raise ValueError(f"--context must be at least 1, got {options.context}")
+    if options.prompt < 1:
+        raise ValueError(f"--prompt must be at least 1, got {options.prompt}")
     params = chosen_target(options).params
-    found = [(rows, calibrate(params, rows, options.cache_bits, options.context)) for rows in sizes]
+    found = [(rows, calibrate(params, rows, options.cache_bits, options.prompt)) for rows in sizes]
     rows = [
         {"rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
         for rows, costs in found

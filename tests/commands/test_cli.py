@@ -411,7 +411,7 @@ def test_evaluate_perplexity(tmp_path, capsys) -> None:
 def test_evaluate_fidelity(tmp_path, capsys) -> None:
     prompts, target = tmp_path / "prompts.jsonl", tmp_path / "numbers.json"
     prompts.write_text('{"question": "How many apples?"}\n{"prompt": "Once upon a time"}\n')
-    options = ["--max-new-tokens", "12", "--json", str(target)]
+    options = ["--compared", "a8", "--max-new-tokens", "12", "--json", str(target)]
     picture = tmp_path / "scatter.png"
     if importlib.util.find_spec("matplotlib") is not None:
         options += ["--picture", str(picture)]
