@@ -121,7 +121,7 @@ def bench(
     if out is not None:
         settings = _settings(subjects, rows, turns)
         settings |= {"max_new_tokens": max_new_tokens, "cache_bits": cache_bits}
-    show = _Progress(progress, (turns + 1) * sum(group.runs for group in groups))
+    show = _Counter(progress, (turns + 1) * sum(group.runs for group in groups))
     with Results(None if out is None else Path(out), settings, MEASURED) as results:
         for group in groups:
             if all((group.name, drafter) in results.records for drafter in group.drafters):
@@ -134,7 +134,7 @@ def bench(
         return [cell_of(results.records[key], out) for key in order]
 
 
-class _Progress:
+class _Counter:
     """Counts answers, and tells how many there are."""
 
     def __init__(self, told: Callable[[int, int], None] | None, total: int) -> None:

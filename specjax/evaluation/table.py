@@ -17,7 +17,7 @@ from specjax.drafting import Autoregressive, Drafter, QSpec
 from specjax.evaluation.task_sets import TaskOptions, TaskProgress, TaskResult, evaluate
 from specjax.evaluation.tasks import TASKS
 from specjax.files.markdown import markdown_table
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import TokenCodec
 from specjax.model.params import Params
 
 
@@ -50,7 +50,7 @@ class Row:
 def fidelity_rows(
     scheme: str,
     params: Params,
-    tokenizer: Tokenizer,
+    tokenizer: TokenCodec,
     tasks: Sequence[str],
     data: str | Path,
     *,

@@ -21,7 +21,7 @@ from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.samples import sample
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Identified, Setup, Task
-from specjax.generation.text import ChatTokenizer, Tokenizer
+from specjax.generation.text import ChatTokenizer, TokenCodec
 from specjax.model.params import Params
 
 
@@ -84,7 +84,7 @@ class TaskResult:
 
 def evaluate(
     params: Params,
-    tokenizer: Tokenizer,
+    tokenizer: TokenCodec,
     tasks: Sequence[str],
     data: str | Path,
     *,
