@@ -36,7 +36,7 @@ from specjax.speculation.state import Stats
 class Subject:
     """A model, with the drafters that are compared on it and the texts that it continues.
 
-    name: of the model.
+    name: the model's name.
     params: the model.
     drafters: by name; plain decoding is compared without being named.
     texts: token ids of the prompts, by the name of their set.

@@ -94,10 +94,10 @@ def add(commands: Any) -> None:
     help_ = "write results to this file; a killed run continues from it"
     add_output(parser, "--out", metavar="FILE", help=help_)
     parser.set_defaults(run=_bench)
-    kinds = parser.add_subparsers(title="of earlier results", metavar="ACTION")
+    kinds = parser.add_subparsers(title="earlier results", metavar="ACTION")
     help_ = "print tables in Markdown, the smallest speed-up first"
     table = kinds.add_parser("table", help=help_, description=help_)
-    table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of specjax bench --out")
+    table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of bench --out")
     table.set_defaults(run=_table)
 
 

@@ -158,7 +158,7 @@ def _memory(options: argparse.Namespace) -> None:
         held = found.target + found.draft
         if held > device:
             raise ValueError(
-                f"--device {in_units(device)} holds not even the weights, {in_units(held)}"
+                f"--device must hold at least the weights, {in_units(held)}, got {in_units(device)}"
             )
         numbers["device"] = device
         numbers["most rows"] = most_that_fits(

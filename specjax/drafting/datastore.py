@@ -37,7 +37,7 @@ class Datastore:
     tokens: int32[S], the sequences one after another, each followed by `vocab_size`, an id beyond
         all tokens. ORDERED more of it end the array.
     suffixes: int32[P], the places of all tokens, in the order of what begins there.
-    vocab_size: of the tokenizer. Static.
+    vocab_size: entries of the vocabulary. Static.
     """
 
     tokens: jax.Array

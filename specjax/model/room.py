@@ -111,7 +111,7 @@ def _check(what: str, needed: int, advice: Callable[[int], str]) -> None:
 
 
 def _host() -> int:
-    """Bytes that this process may still take: of the machine, its control groups and its limits."""
+    """Bytes that the machine, the control groups and the limits still leave to this process."""
     swap: int = psutil.swap_memory().free
     spaces = [psutil.virtual_memory().available, *_groups(Path("/"))]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -123,7 +123,7 @@ def _host() -> int:
 def _groups(root: Path) -> Iterator[int]:
     """Bytes left in each control group of this process, of either version, up to the root.
 
-    root: of the file system, for tests.
+    root: the root of the file system, for tests.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
