@@ -64,7 +64,9 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         with _open(file) as shard:
             for name in shard.keys():  # noqa: SIM118
                 if printable(name) != name:  # from here on, messages hold the names as they are
-                    raise ValueError(f"{file} has a tensor with the odd name {shown(name)}")
+                    raise ValueError(
+                        f"{file} has a tensor whose name cannot be printed: {shown(name)}"
+                    )
                 header = shard.get_slice(name)
                 found[name] = Tensor(name, file, header.get_dtype(), tuple(header.get_shape()))
     return found

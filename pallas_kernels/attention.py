@@ -66,8 +66,9 @@ def attention(
     """Softmax attention of T new tokens per row, in float32.
 
     A token sees every slot below its row's length (the context). New tokens are in the slots
-    length … length + T - 1, and a token sees those on the path to it. Of what is `window` or more
-    positions back, it sees positions 0 … sinks - 1 alone (attention sinks, StreamingLLM).
+    length … length + T - 1, and a token sees those on the path to it. With a
+    `window`, it sees the last `window` positions and positions 0 … sinks - 1 (attention sinks,
+    StreamingLLM).
 
     On CPUs a tree's token gets the same bits as at the end of its path alone. Accelerator kernels
     sum over a path at its places in the cache, which may round differently.

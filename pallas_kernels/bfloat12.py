@@ -183,6 +183,6 @@ def _escapes(escaped: np.ndarray, high: np.ndarray, tiles: int) -> np.ndarray:
     entries, of_tile = entries[order], rows[order] // TILE
     counts = np.bincount(of_tile, minlength=tiles)
     starts = np.cumsum(counts) - counts
-    found = np.full((tiles, max(1, int(counts.max()))), NO_ESCAPE)
+    found = np.full((tiles, max(1, int(np.max(counts)))), NO_ESCAPE)
     found[of_tile, np.arange(len(entries)) - starts[of_tile]] = entries
     return found

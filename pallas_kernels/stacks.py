@@ -41,17 +41,17 @@ class Stacked:
 
 
 def form(weight: Weight | Stacked) -> Weight:
-    """Returns a weight whose type and static fields are the given one's: of a stack, all of it."""
+    """Returns the weight itself, or the whole stack, which has the same type and static fields."""
     return weight.stack if isinstance(weight, Stacked) else weight
 
 
 def taken(weight: Weight | Stacked) -> Weight:
-    """Returns a weight that is not in a stack: of a stack, a copy of its matrix."""
+    """Returns the weight itself, or a copy of its matrix in the stack."""
     return weight.taken() if isinstance(weight, Stacked) else weight
 
 
 def taken_shapes(weight: Weight | Stacked) -> Any:
-    """Returns `taken` without a copy: of a stack, a matrix with shapes for arrays."""
+    """Returns `taken` without a copy: a matrix in a stack has shapes in place of arrays."""
     return jax.eval_shape(Stacked.taken, weight) if isinstance(weight, Stacked) else weight
 
 

@@ -36,10 +36,10 @@ class Served(NamedTuple):
 class Heard(NamedTuple):
     """The answer that a client heard.
 
-    text: of the output, or of its beginning, where the client has left.
+    text: the output, or its beginning where the client has left.
     first: seconds to the first text.
     gaps: seconds between two events with text.
-    tokens: of the output; 0 where the client has left.
+    tokens: tokens of the output; 0 where the client has left.
     whole: whether the client has stayed.
     """
 

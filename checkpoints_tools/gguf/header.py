@@ -134,7 +134,7 @@ class Header:
     def _name(self) -> str:
         name = self._text(self._string())
         if printable(name) != name:  # from here on, messages hold the names as they are
-            raise ValueError(f"{self.file} has the odd name {shown(name)}")
+            raise ValueError(f"{self.file} has a name that cannot be printed: {shown(name)}")
         return name
 
     def _text(self, text: bytes) -> str:

@@ -103,8 +103,9 @@ def _scratch(plan: Plan) -> dict[str, Any]:
 
 def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """Shared memory in the layout that `wgmma` reads: tiles of 8 rows of `swizzle` bytes."""
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    gpu: Any = plgpu  # the types of jax 0.11 call its transforms abstract
+    tiling = gpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, gpu.SwizzleTransform(swizzle)))
 
 
 def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:

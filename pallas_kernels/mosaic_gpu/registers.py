@@ -63,7 +63,8 @@ def _value(operand: Word | int) -> Value:
     if isinstance(operand, Word):
         return operand.value
     signed = operand - (1 << 32) if operand >> 31 else operand
-    return llvm.ConstantOp(_i32(), ir.IntegerAttr.get(_i32(), signed)).result
+    constant: Value = llvm.ConstantOp(_i32(), ir.IntegerAttr.get(_i32(), signed)).result
+    return constant
 
 
 def _word(register: Value) -> Word:
@@ -75,13 +76,15 @@ def _word(register: Value) -> Word:
 def _vector(word: Word, count: int, dtype: ir.Type) -> Value:
     """The bits of a word as a vector of `count` values of `dtype`."""
     words = vector.broadcast(ir.VectorType.get((1,), _i32()), word.value)
-    return vector.bitcast(ir.VectorType.get((count,), dtype), words)
+    values: Value = vector.bitcast(ir.VectorType.get((count,), dtype), words)
+    return values
 
 
 def _splat(value: ir.Attribute, count: int) -> Value:
     """A register with `count` copies of a constant."""
     type_ = ir.VectorType.get((count,), value.type)
-    return llvm.ConstantOp(type_, ir.DenseElementsAttr.get_splat(type_, value)).result
+    constant: Value = llvm.ConstantOp(type_, ir.DenseElementsAttr.get_splat(type_, value)).result
+    return constant
 
 
 def unpack(

@@ -19,7 +19,7 @@ Served = Rounded | Exact | Stacked
 def matmul(
     x: jax.Array, weight: Served, activation: Activation = "a16", *, interpret: bool = False
 ) -> jax.Array:
-    """Computes x · weightᵀ by the kernel of the weight's format; arguments as there."""
+    """Computes x · weightᵀ. The kernel of the weight's format says what the arguments mean."""
     return products(x, (weight,), activation, interpret=interpret)[0]
 
 

@@ -65,13 +65,13 @@ class Cell:
     def numbers(self) -> Record:
         """The numbers that follow from the sums; None where nothing was drafted.
 
-        tokens_per_second: of the output.
+        tokens_per_second: output tokens per second.
         speedup, speedup_low, speedup_high: over plain decoding, the geometric mean over the
             batches of prompts and its 95 % interval.
         kept: accepted over drafted, G / N.
-        kept_by_place: of each place's tested drafts the share that was kept.
-        tokens_per_round: of the output per verification, τ.
-        draft_seconds_per_token, verify_seconds_per_token: per token of the output.
+        kept_by_place: the share of each place's tested drafts that was kept.
+        tokens_per_round: output tokens per verification, τ.
+        draft_seconds_per_token, verify_seconds_per_token: per output token.
         bytes: in all.
         """
         speedup = geometric_mean(self.ratios)

@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(prompts: Sequence[Sequence[int]], rows: int, widest: int) -> list[Chunk]:
-    """Cuts prompts into batches of `rows`, in order. What is left at the end is left out.
+    """Cuts prompts into batches of `rows`, in order. Prompts that fill no batch are left out.
 
     widest: tokens up to which prompts are padded.
     """

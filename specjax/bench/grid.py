@@ -36,7 +36,7 @@ from specjax.speculation.state import Stats
 class Subject:
     """A model, with the drafters that are compared on it and the texts that it continues.
 
-    name: of the model.
+    name: the model's name.
     params: the model.
     drafters: by name; plain decoding is compared without being named.
     texts: token ids of the prompts, by the name of their set.
@@ -56,6 +56,7 @@ class _Group(NamedTuple):
     """Cells that take turns.
 
     drafters: by name, plain decoding first.
+    max_new_tokens, cache_bits: as for `bench`.
     """
 
     subject: Subject
@@ -63,6 +64,8 @@ class _Group(NamedTuple):
     rows: int
     drafters: Mapping[str, Drafter]
     chunks: list[Chunk]
+    max_new_tokens: int
+    cache_bits: int
 
     @property
     def name(self) -> str:
@@ -110,26 +113,28 @@ def bench(
     for name, value in (*counts, ("turns", turns), ("max_new_tokens", max_new_tokens)):
         if check_integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "cache_bits": cache_bits}
-    groups = [_settled(group, options) for group in _groups(subjects, rows, max_new_tokens)]
+    groups = [_settled(group) for group in _groups(subjects, rows, max_new_tokens, cache_bits)]
     order = [(group.name, drafter) for group in groups for drafter in group.drafters]
     if len(set(order)) < len(order):
         raise ValueError("subjects must have different names, and rows different numbers")
-    settings = {} if out is None else _settings(subjects, rows, turns, options)
-    show = _Progress(progress, (turns + 1) * sum(group.runs for group in groups))
+    settings: dict[str, Any] = {}
+    if out is not None:
+        settings = _settings(subjects, rows, turns)
+        settings |= {"max_new_tokens": max_new_tokens, "cache_bits": cache_bits}
+    show = _Counter(progress, (turns + 1) * sum(group.runs for group in groups))
     with Results(None if out is None else Path(out), settings, MEASURED) as results:
         for group in groups:
             if all((group.name, drafter) in results.records for drafter in group.drafters):
                 show.advance((turns + 1) * group.runs)
                 continue
-            for cell in _measured(group, turns, options, show.advance):
+            for cell in _measured(group, turns, show.advance):
                 results.add(cell.record())
             forget_programs()
         results.finish(order)
         return [cell_of(results.records[key], out) for key in order]
 
 
-class _Progress:
+class _Counter:
     """Counts answers, and tells how many there are."""
 
     def __init__(self, told: Callable[[int, int], None] | None, total: int) -> None:
@@ -142,7 +147,7 @@ class _Progress:
 
 
 def _groups(
-    subjects: Sequence[Subject], rows: Sequence[int], max_new_tokens: int
+    subjects: Sequence[Subject], rows: Sequence[int], max_new_tokens: int, cache_bits: int
 ) -> Iterator[_Group]:
     """All groups. Raises ValueError where a set does not fill a batch."""
     for subject in subjects:
@@ -156,15 +161,18 @@ def _groups(
                         f"got {len(prompts)}"
                     )
                 cut = chunks(prompts, count, widest)
-                yield _Group(subject, texts, count, drafters, cut)
+                yield _Group(subject, texts, count, drafters, cut, max_new_tokens, cache_bits)
 
 
-def _settled(group: _Group, options: Mapping[str, Any]) -> _Group:
+def _settled(group: _Group) -> _Group:
     """The group with drafters as they decode. Raises ValueError where one cannot."""
     params, width = group.subject.params, max(chunk.width for chunk in group.chunks)
 
     def settled(drafter: Drafter) -> Drafter:
-        request = Request.make(params, drafter=drafter, **options)
+        request = Request.make(
+            params, drafter=drafter, max_new_tokens=group.max_new_tokens,
+            cache_bits=group.cache_bits,
+        )  # fmt: skip
         return request.for_width(params, width, group.rows).drafter
 
     return group._replace(
@@ -172,9 +180,7 @@ def _settled(group: _Group, options: Mapping[str, Any]) -> _Group:
     )
 
 
-def _settings(
-    subjects: Sequence[Subject], rows: Sequence[int], turns: int, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _settings(subjects: Sequence[Subject], rows: Sequence[int], turns: int) -> dict[str, Any]:
     """The choices that decide the results, and the place of the measurement."""
     measured = [
         {
@@ -188,32 +194,37 @@ def _settings(
         }
         for subject in subjects
     ]
-    return {"subjects": measured, "rows": list(rows), "turns": turns, **options, **environment()}
+    return {"subjects": measured, "rows": list(rows), "turns": turns, **environment()}
 
 
-def _measured(
-    group: _Group, turns: int, options: Mapping[str, Any], ran: Callable[[], None]
-) -> list[Cell]:
+def _measured(group: _Group, turns: int, ran: Callable[[], None]) -> list[Cell]:
     """The cells of a group."""
     params = group.subject.params
 
     def answer(drafter: Drafter, chunk: Chunk) -> DecodeResult:
         return decode(
-            params, chunk.tokens, prompt_lengths=chunk.lengths, drafter=drafter, **options
-        )
+            params, chunk.tokens, prompt_lengths=chunk.lengths, drafter=drafter,
+            max_new_tokens=group.max_new_tokens, cache_bits=group.cache_bits,
+        )  # fmt: skip
+
+    def halved(drafter: Drafter, chunk: Chunk, most: int | None = None) -> Halves:
+        return run_halves(
+            params, drafter, chunk, max_new_tokens=group.max_new_tokens,
+            cache_bits=group.cache_bits, most=most,
+        )  # fmt: skip
 
     programs = {name: partial(answer, drafter) for name, drafter in group.drafters.items()}
     for chunk in {chunk.width: chunk for chunk in group.chunks}.values():
         for name, drafter in group.drafters.items():  # compiles
             jax.block_until_ready(programs[name](chunk))
-            run_halves(params, drafter, chunk, most=1, **options)
+            halved(drafter, chunk, most=1)
     seconds, results = take_turns(programs, group.chunks, turns, ran)
     plain = [np.asarray(result.tokens) for result in results[PLAIN]]
     cells = []
     for name, drafter in group.drafters.items():
         halves = Halves.none(drafter.draft_length)
         for chunk in group.chunks:
-            halves += run_halves(params, drafter, chunk, **options)
+            halves += halved(drafter, chunk)
             ran()
         ratios = np.exp(np.log(seconds[PLAIN] / seconds[name]).mean(axis=0))
         timed = float(seconds[name].mean(axis=0).sum())

@@ -83,7 +83,7 @@ def add(commands: Any) -> None:
     add("--chat", action="store_true", help="put the prompts into the model's chat template")
     for name, what in (
         ("--limit", "prompts per set, the first ones; all if left out"),
-        ("--longest", "leave out prompts of more tokens; 256 if left out"),
+        ("--longest-prompt", "leave out prompts of more tokens; 256 if left out"),
         ("--max-new-tokens", "most tokens per answer; 64 if left out"),
         ("--turns", "how often all prompts are answered; 3 if left out"),
     ):
@@ -94,10 +94,10 @@ def add(commands: Any) -> None:
     help_ = "write results to this file; a killed run continues from it"
     add_output(parser, "--out", metavar="FILE", help=help_)
     parser.set_defaults(run=_bench)
-    kinds = parser.add_subparsers(title="of earlier results", metavar="ACTION")
+    kinds = parser.add_subparsers(title="earlier results", metavar="ACTION")
     help_ = "print tables in Markdown, the smallest speed-up first"
     table = kinds.add_parser("table", help=help_, description=help_)
-    table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of specjax bench --out")
+    table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of bench --out")
     table.set_defaults(run=_table)
 
 
@@ -143,7 +143,7 @@ def _subject(
     """The model of that name with the drafters and the prompts of every set."""
     target = load_target(name, options.quantize, options.group_size)
     written = chosen.drafters or (_QUANTIZED if target.params.quantized else _PLAIN)
-    longest = 256 if options.longest is None else options.longest
+    longest = 256 if options.longest_prompt is None else options.longest_prompt
     return Subject(
         name=f"{name}, {options.quantize}" if options.quantize else name,
         params=target.params,

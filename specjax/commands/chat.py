@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     add("--trace", action="store_true", help="show where each token came from")
     add_drafter(parser)
     add_sampling(parser)
-    parser.epilog = "/reset begins anew; the end of the input (Ctrl-D) ends the conversation."
+    parser.epilog = "/reset starts a new conversation; the end of the input (Ctrl-D) ends it."
     parser.set_defaults(run=_chat)
 
 
@@ -66,7 +66,7 @@ def _chat(options: argparse.Namespace) -> None:
     for line in _lines():
         if line == "/reset":
             messages = list(begin)
-            print("(begun anew)")
+            print("(new conversation)")
             continue
         messages.append({"role": "user", "content": line})
         try:
@@ -129,7 +129,7 @@ class _Speaker:
         if len(prompt) >= self._context:
             raise ValueError(
                 f"the conversation has {len(prompt)} tokens, and the context {self._context}: "
-                "/reset begins anew"
+                "/reset starts a new one"
             )
         stream, stop_tokens = TextStream(self._tokenizer, prompt), self._params.config.stop_tokens
         show, said = self._show(stream), list[int]()

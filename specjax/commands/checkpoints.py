@@ -36,8 +36,6 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
         "gptq-clip, awq, atom; quarot+, awq+, atom+ and act-order+ go before others; exact: "
         "bfloat12, nested16",
     )
-    for old in ("--quantization", "--method"):
-        add(old, dest="quantize", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_group_size(parser)
     add("--bits", type=integer, choices=(4, 3, 2), default=4, help="3 and 2 save nothing")
     add("--lm-head", action="store_true", help="quantize the output head too")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import specjax
+from pallas_kernels.activations import ACTIVATIONS
 from specjax import drafting
 from specjax.checks import shown
 from specjax.commands.options import Target
@@ -94,7 +95,7 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--draft-activation",
-        choices=("a16", "a8", "a4"),
+        choices=ACTIVATIONS,
         help="activation precision of the draft; qspec: a8, other models: a16 if left out; a4 is "
         "for papers' tables, and never cheaper than a8 here",
     )

@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
+from pallas_kernels.activations import ACTIVATIONS, LEVELS, Activation
 from specjax.checks import printable
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, pyplot, save_picture, write_json
@@ -30,6 +31,7 @@ from specjax.commands.prompts import read_prompts
 from specjax.evaluation import TASKS, Fidelity, TaskProgress, evaluate, fidelity, perplexity
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.evaluation.table import Row, fidelity_rows, format_table
+from specjax.evaluation.task_sets import TaskOptions
 from specjax.files.json_lines import read_text
 
 
@@ -71,7 +73,7 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     help_ = "QSpec's tokens per draft; 3 if left out"
     add("--draft-length", type=integer, default=3, metavar="N", help=help_)
     help_ = "QSpec's activation precision of the draft; a4, the paper's, if left out"
-    add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
+    add("--draft-activation", choices=tuple(LEVELS), default="a4", help=help_)
     add_cache_bits(parser)
     help_ = "write results to this folder; a killed run continues from it"
     add_output(parser, "--out", directory=True, metavar="DIR", help=help_)
@@ -83,7 +85,6 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="DIR", help="the folder of the tasks' files")
     help_ = "prompts decoded at a time, and texts per pass; 8 if left out"
     add("--rows", type=integer, default=8, metavar="N", help=help_)
-    add("--batch", dest="rows", type=integer, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add(
         "--limit", type=integer, metavar="N", help="items per task, the first ones; all if left out"
     )
@@ -111,7 +112,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     add("text", type=Path, help="a text file, such as WikiText-2's")
     add_model(parser)
     help_ = "activation precision of the model; a16 if left out"
-    add("--activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
+    add("--activation", choices=ACTIVATIONS, default="a16", help=help_)
     add_cache_bits(parser)
     add(
         "--window",
@@ -138,7 +139,7 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
     add("prompts", type=Path, help="a file of prompts: JSON lines, or one text per line")
     add_model(parser)
     help_ = "activation precision that is compared with a16; a4 if left out"
-    add("--draft-activation", choices=("a8", "a4"), default="a4", help=help_)
+    add("--compared", choices=tuple(LEVELS), default="a4", help=help_)
     add(
         "--limit",
         type=integer,
@@ -180,12 +181,12 @@ def _fidelity(options: argparse.Namespace) -> None:
     tokenizer = specjax.load_tokenizer(options.model)
     prompts = [tokenizer.encode(text) for text in texts]
     result = fidelity(
-        params, prompts, activation=options.draft_activation,
+        params, prompts, activation=options.compared,
         max_new_tokens=options.max_new_tokens, rows=options.rows,
     )  # fmt: skip
     _report(result.summary(), options.json)
     if options.picture is not None:
-        _draw(result, options.draft_activation, options.picture)
+        _draw(result, options.compared, options.picture)
 
 
 def _tasks(options: argparse.Namespace) -> None:
@@ -194,8 +195,7 @@ def _tasks(options: argparse.Namespace) -> None:
         results = evaluate(
             target.params, specjax.load_tokenizer(options.model), [options.first, *options.others],
             options.data, drafter=make_drafter(read_drafter(options), target),
-            cache_bits=options.cache_bits, out=options.out, progress=progress,
-            **_task_options(options),
+            out=options.out, progress=progress, **_task_options(options),
         )  # fmt: skip
     for each in results:
         numbers = (_number(name, value) for name, value in each.summary().items())
@@ -224,8 +224,7 @@ def _table_rows(options: argparse.Namespace, name: str, model: str) -> list[Row]
         rows = fidelity_rows(
             name, specjax.load(model), specjax.load_tokenizer(model), options.tasks, options.data,
             drafter=specjax.QSpec(options.draft_length, options.draft_activation),
-            cache_bits=options.cache_bits, out=options.out, progress=progress,
-            **_task_options(options),
+            out=options.out, progress=progress, **_task_options(options),
         )  # fmt: skip
         return list(rows)
 
@@ -236,11 +235,11 @@ def _row_numbers(row: Row) -> dict[str, Any]:
     return {"model": row.scheme, "method": row.method, **differing, **numbers}
 
 
-def _task_options(options: argparse.Namespace) -> dict[str, Any]:
+def _task_options(options: argparse.Namespace) -> TaskOptions:
     return {
         "rows": options.rows, "limit": options.limit, "sample_seed": options.sample_seed,
-        "shots": options.shots,
-        "max_new_tokens": options.max_new_tokens, "chat": options.chat, "unsafe": options.unsafe,
+        "shots": options.shots, "max_new_tokens": options.max_new_tokens,
+        "cache_bits": options.cache_bits, "chat": options.chat, "unsafe": options.unsafe,
     }  # fmt: skip
 
 
@@ -276,7 +275,7 @@ def _report(numbers: dict[str, float], target: Path | None) -> None:
     write_json(target, numbers)
 
 
-def _draw(result: Fidelity, activation: str, target: Path) -> None:
+def _draw(result: Fidelity, activation: Activation, target: Path) -> None:
     plot = pyplot()
     figure, axes = plot.subplots(figsize=(5, 5))
     for accepted, colour, label in (

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import numpy as np
@@ -24,12 +24,25 @@ from specjax.commands.options import (
 )
 from specjax.commands.sampling import add_sampling, chosen_sampling
 from specjax.commands.traces import Plain, Trace, legend, summary, without
+from specjax.drafting import Drafter
 from specjax.files.json_objects import read_object
 from specjax.generation.streaming import Round, stream
 from specjax.generation.text import TextStream
 
 if TYPE_CHECKING:
     from checkpoints_tools.tokenizer import Tokenizer
+
+
+class _Settings(TypedDict):
+    """Options that `stream` and `generate` share."""
+
+    max_new_tokens: int
+    drafter: Drafter
+    sampling: specjax.Sampling | None
+    key: jax.Array | None
+    cache_bits: int
+    logprobs: int | None
+    constraint: specjax.Constraint | None
 
 
 def add(commands: Any) -> None:
@@ -89,7 +102,7 @@ def _generate(options: argparse.Namespace) -> None:
     params = target.params
     tokenizer = specjax.load_tokenizer(options.model)
     drafter = with_memory(make_drafter(read_drafter(options), target), params, options.memory)
-    settings: dict[str, Any] = {
+    settings: _Settings = {
         "max_new_tokens": options.max_new_tokens,
         "drafter": drafter,
         "sampling": sampling,
@@ -106,7 +119,7 @@ def _print_one(
     options: argparse.Namespace,
     params: specjax.Params,
     tokenizer: Tokenizer,
-    settings: dict[str, Any],
+    settings: _Settings,
 ) -> list[list[int]]:
     """Prints one output as it comes. Returns its tokens after those of the prompt."""
     prompt = _prompt(options, tokenizer)
@@ -150,7 +163,7 @@ def _print_samples(
     options: argparse.Namespace,
     params: specjax.Params,
     tokenizer: Tokenizer,
-    settings: dict[str, Any],
+    settings: _Settings,
 ) -> list[list[int]]:
     """Prints several outputs once all of them are there. Returns their tokens as `_print_one`."""
     prompt = [{"role": "user", "content": options.text}] if options.chat else options.text

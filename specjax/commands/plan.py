@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import specjax
+from pallas_kernels.activations import ACTIVATIONS
 from specjax import planning
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, read_config, write_json
@@ -69,7 +70,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=FORMATS, metavar="FORMAT", help=help_)
     help_ = "weight format of a draft that is a cast of the target"
     add("--draft-weights", choices=FORMATS, metavar="FORMAT", help=help_)
-    add("--draft-model", metavar="MODEL", help="a model that drafts instead of a cast")
+    add("--draft", metavar="MODEL", help="a model that drafts instead of a cast")
     add("--draft-lm-head", action="store_true", help="quantize the output head of the draft too")
     add("--share-cache", action="store_true", help="let a cast draft from the target's KV cache")
     add_group_size(parser)
@@ -113,7 +114,7 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_quantize(parser)
     help_ = "activation precision of the draft; a16 if left out"
-    add("--draft-activation", choices=("a16", "a8", "a4"), default="a16", help=help_)
+    add("--draft-activation", choices=ACTIVATIONS, default="a16", help=help_)
     help_ = "sequences taken from the text; 4 if left out"
     add("--sequences", type=integer, default=4, metavar="N", help=help_)
     add("--length", type=integer, default=256, metavar="N", help="tokens of each; 256 if left out")
@@ -127,7 +128,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     help_ = "batch size; repeatable; 1 and 8 if left out"
     parser.add_argument("--rows", type=integer, action="append", metavar="N", help=help_)
     help_ = "tokens of a prompt; 128 if left out"
-    parser.add_argument("--context", type=integer, default=128, metavar="N", help=help_)
+    parser.add_argument("--prompt", type=integer, default=128, metavar="N", help=help_)
 
 
 def _add_longest(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +140,8 @@ def _memory(options: argparse.Namespace) -> None:
     check_picture(options.picture)
     config, weights = read_config(options.model)
     draft_config, draft = None, None
-    if options.draft_model is not None:
-        draft_config, draft = read_config(options.draft_model)
+    if options.draft is not None:
+        draft_config, draft = read_config(options.draft)
     context = config.max_position_embeddings if options.context is None else options.context
 
     plan = partial(
@@ -157,7 +158,7 @@ def _memory(options: argparse.Namespace) -> None:
         held = found.target + found.draft
         if held > device:
             raise ValueError(
-                f"--device {in_units(device)} holds not even the weights, {in_units(held)}"
+                f"--device must hold at least the weights, {in_units(held)}, got {in_units(device)}"
             )
         numbers["device"] = device
         numbers["most rows"] = most_that_fits(
@@ -287,10 +288,10 @@ def _calibrate(options: argparse.Namespace) -> None:
     sizes = options.rows or [1, 8]
     if min(sizes) < 1:
         raise ValueError(f"--rows must be at least 1, got {min(sizes)}")
-    if options.context < 1:
-        raise ValueError(f"--context must be at least 1, got {options.context}")
+    if options.prompt < 1:
+        raise ValueError(f"--prompt must be at least 1, got {options.prompt}")
     params = chosen_target(options).params
-    found = [(rows, calibrate(params, rows, options.cache_bits, options.context)) for rows in sizes]
+    found = [(rows, calibrate(params, rows, options.cache_bits, options.prompt)) for rows in sizes]
     rows = [
         {"rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
         for rows, costs in found

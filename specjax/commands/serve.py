@@ -43,7 +43,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         ("--max-body", 1_048_576, "bytes of a request; 1048576 if left out"),
     ):
         add(name, type=integer, default=default, metavar="N", help=help_)
-    add("--memory", type=float, metavar="GB", help="for all KV caches: as many rows as fit")
+    add("--cache-memory", type=float, metavar="GB", help="for all KV caches: as many rows as fit")
     add("--prefix-memory", type=float, default=0.25, metavar="GB", help="for prompts that begin "
         "alike; 0.25 if left out, 0 for none")  # fmt: skip
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="time to finish; 30")
@@ -66,7 +66,7 @@ def _serve(options: argparse.Namespace) -> None:
         target = load_target(options.model, options.quantize, options.group_size)
         tokenizer = specjax.load_tokenizer(options.model)
         drafter = make_drafter(read_drafter(options), target)
-        memory = options.memory
+        memory = options.cache_memory
         engine = make_engine(
             target.params, drafter=drafter, cache_bits=options.cache_bits, rows=options.rows,
             context=options.context, most_bytes=None if memory is None else int(memory * 1e9),
@@ -109,7 +109,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ValueError where a number is too small or too large."""
     for name, least, most in (
         ("port", 0, 65535), ("queue", 0, 10**6), ("max_logprobs", 0, 20), ("max_body", 1, 2**31),
-        ("memory", 0, 1e6), ("prefix_memory", 0, 1e6), ("grace", 0, 1e6),
+        ("cache_memory", 0, 1e6), ("prefix_memory", 0, 1e6), ("grace", 0, 1e6),
     ):  # fmt: skip
         value = getattr(options, name)
         if value is not None and not least <= value <= most:

@@ -41,7 +41,7 @@ from specjax.speculation.state import DecodeState, Proposal, Verified
 WIDTHS = (0, 1, 3, 7)  # drafts per pass, as wide as verification makes its passes
 _LONGEST = 8  # last tokens that an earlier occurrence may share
 _KINDS = (1, 2, 3, 5)  # occurrences are told apart by the fewest tokens that they share
-# Acceptance before any is seen: of the text by its kinds, and of the memory by contexts and counts.
+# Acceptance before any is seen: for the text by kind, for the memory by context and count.
 _OF_TEXT = (0.1, 0.25, 0.5, 0.75)
 _OF_MEMORY = (
     (0.15, 0.3, 0.35), (0.3, 0.4, 0.5), (0.55, 0.65, 0.7), (0.75, 0.85, 0.95), (0.9, 0.95, 0.95),
@@ -80,7 +80,7 @@ class Costs:
 class AutoState(NamedTuple):
     """How the drafts of each row have fared.
 
-    rates: of the text and of the memory, by kind.
+    rates: shares of drafts that were kept, for the text and the memory, by kind.
     own: of rounds in which the model drafted.
     text, memory: what they propose in this round; no memory proposes nothing.
     source: int32[B], which of the three proposed in this round: 0, 1 or 2.

@@ -60,7 +60,7 @@ def settled(
       params: the model.
       rows: the batch size.
       cache_bits: bits per entry of the KV cache.
-      activation: of the target; the model's own drafts need a cheaper one.
+      activation: precision of the target; the model's own drafts need a cheaper one.
       context: tokens of a prompt.
     """
     if drafter.costs is not None:

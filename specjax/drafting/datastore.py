@@ -37,7 +37,7 @@ class Datastore:
     tokens: int32[S], the sequences one after another, each followed by `vocab_size`, an id beyond
         all tokens. ORDERED more of it end the array.
     suffixes: int32[P], the places of all tokens, in the order of what begins there.
-    vocab_size: of the tokenizer. Static.
+    vocab_size: entries of the vocabulary. Static.
     """
 
     tokens: jax.Array
@@ -165,7 +165,8 @@ def _ranks(tokens: np.ndarray) -> np.ndarray:
     ranks = tokens.astype(np.int64)
     span = 1
     while span < ORDERED:
-        later = np.concatenate([ranks[span:], np.full(min(span, len(ranks)), ranks.max())])
-        _, ranks = np.unique(ranks * (ranks.max() + 1) + later[: len(ranks)], return_inverse=True)
+        last = int(np.max(ranks))
+        later = np.concatenate([ranks[span:], np.full(min(span, len(ranks)), last)])
+        _, ranks = np.unique(ranks * (last + 1) + later[: len(ranks)], return_inverse=True)
         span *= 2
     return ranks

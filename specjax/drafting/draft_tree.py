@@ -179,7 +179,7 @@ def _chances(
 
 
 def _best(found: _Nodes, nodes: int) -> Proposal:
-    """The most valuable nodes of a tree, falling. Of equals the first come first: parents."""
+    """The most valuable nodes of a tree, the best first. Among equals, parents come first."""
     _, chosen = lax.top_k(found.values, nodes)
     rows, places = jnp.arange(len(chosen))[:, None], jnp.arange(nodes)
     numbers = jnp.full_like(found.parents, -1).at[rows, chosen].set(places)

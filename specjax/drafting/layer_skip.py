@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import TypedDict, Unpack
 
 import jax
 
@@ -18,6 +18,16 @@ from specjax.checks import check_integer, shown
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.schedules import Schedule
 from specjax.model.params import Params
+
+
+class _Options(TypedDict, total=False):
+    """The fields of `LayerSkip` beside its layers."""
+
+    draft_length: int
+    activation: Activation
+    confidence: float | None
+    schedule: Schedule | None
+    window: int | None
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +64,7 @@ class LayerSkip(LevelDrafter):
             raise ValueError(f"layers must be rising layer numbers, at least one, got {layers}")
 
     @classmethod
-    def skipping(cls, params: Params, skipped: str, **options: Any) -> LayerSkip:
+    def skipping(cls, params: Params, skipped: str, **options: Unpack[_Options]) -> LayerSkip:
         """Drafts without some layers that need no search (the article, "Layer-Skipping Draft").
 
         Args:

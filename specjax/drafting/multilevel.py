@@ -27,7 +27,7 @@ _Carry = tuple[DecodeState, jax.Array | None]
 
 
 class MultiLevelState(NamedTuple):
-    """outer, inner: the two drafters' own states; stats: of the rounds between them."""
+    """outer, inner: the two drafters' own states; stats: counts of their rounds."""
 
     outer: LevelState
     inner: object

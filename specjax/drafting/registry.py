@@ -86,9 +86,9 @@ def make(name: str, **options: object) -> Drafter:
       name: a key of `NAMES`, which options may follow: "spectra:window=2,guesses=2". Parentheses
         keep the options of a drafter or schedule inside together.
       options: fields of the drafter, as objects or as text: "2", "0.1", "true", "none", "0,2,4".
-        `schedule` may be the name of a schedule, `datastore` and `memory` directories; the
-        drafters inside a
-        "combined" or a "multi-level" may be named as `name` is. Models and tokenizers are objects.
+        `schedule` may be the name of a schedule, `datastore` and `memory` directories. The drafters
+        inside a "combined" or a "multi-level" may be named as `name` is. Models and tokenizers are
+        objects.
 
     Returns:
       The drafter.

@@ -21,7 +21,7 @@ The paper leaves these choices open:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Literal, TypedDict, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,23 @@ from specjax.speculation.sampling import greedy
 from specjax.speculation.state import DecodeState, Verified
 
 Budget = Literal["tokens", "guesses"]
+
+
+class _Options(TypedDict, total=False):
+    """The fields of `Spectra`."""
+
+    ngram: int
+    window: int
+    guesses: int
+    refine: float
+    capacity: int
+    text: bool
+    forward: bool
+    backward: bool
+    parts: bool
+    backward_length: int
+    budget: Budget
+    seed: int
 
 
 @jax.tree_util.register_dataclass
@@ -86,14 +103,14 @@ class Spectra(WindowDrafter):
             raise ValueError("forward and backward are both False: nothing is left to guess from")
 
     @classmethod
-    def paper(cls, **options: Any) -> Spectra:
+    def paper(cls, **options: Unpack[_Options]) -> Spectra:
         """SPECTRA-CORE as the paper has it.
 
         The dictionaries hold the window's n-grams alone, the backward guess has up to N - 1 tokens,
         and G limits the guesses.
 
         Args:
-          options: fields that are to be otherwise.
+          options: fields with other values than the paper's.
 
         Returns:
           The drafter.
@@ -102,7 +119,7 @@ class Spectra(WindowDrafter):
           ValueError: a field is out of its range.
         """
         ngram = check_integer("ngram", options.get("ngram", 5))
-        own: dict[str, Any] = {
+        own: _Options = {
             "text": False,
             "backward_length": max(ngram - 1, 1),
             "budget": "guesses",

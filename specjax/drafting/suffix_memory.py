@@ -58,7 +58,7 @@ class SuffixMemory:
     to keep them gets them afterwards: `memory = memory.add([result.tokens, …])`.
 
     entries: uint32[L, C, 3]: hash, token and count of C contexts of each length; count 0: empty.
-    vocab_size: of the tokenizer. Static.
+    vocab_size: entries of the vocabulary. Static.
     """
 
     entries: jax.Array = dataclasses.field(repr=False)

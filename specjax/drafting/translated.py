@@ -253,6 +253,6 @@ def _check_vocabulary(role: str, tokens: int, params: Params) -> None:
     size = params.config.vocab_size
     if tokens > size:
         raise ValueError(
-            f"{role}_tokenizer has token ids up to {tokens - 1}, and the {role} model a vocabulary "
-            f"of {size} entries: they do not belong together"
+            f"{role}_tokenizer must be the {role} model's, of at most {size} tokens, got one with "
+            f"token ids up to {tokens - 1}"
         )

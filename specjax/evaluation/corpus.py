@@ -18,7 +18,7 @@ from specjax.evaluation.scoring import score_tokens
 from specjax.files import interruption
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
 from specjax.files.outputs import replacing_file
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import TokenCodec
 from specjax.model.parallel import whole_rows
 from specjax.model.params import Params
 
@@ -29,7 +29,7 @@ _SHORTEST = 4  # shorter texts are dropped: they hold next to nothing to look up
 
 def build_datastore(
     params: Params,
-    tokenizer: Tokenizer,
+    tokenizer: TokenCodec,
     corpus: str | Path,
     out: str | Path,
     *,
@@ -126,7 +126,7 @@ def score_sequences(
     return np.array(scores)
 
 
-def tokenize(tokenizer: Tokenizer, corpus: Path, length: int) -> list[np.ndarray]:
+def tokenize(tokenizer: TokenCodec, corpus: Path, length: int) -> list[np.ndarray]:
     """Tokenizes every text of the corpus and cuts it into pieces of at most `length` tokens."""
     sequences = []
     for text in _texts(corpus):

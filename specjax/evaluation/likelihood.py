@@ -1,4 +1,4 @@
-"""The probability of given text: of a continuation after its context, and of a whole text.
+"""The probability of a continuation after its context, and of a whole text.
 
 Texts of different lengths share a batch, which is read in chunks of one fixed size. So few shapes
 are compiled, and only the logits of one chunk exist at a time; a chunk of context alone computes

@@ -83,8 +83,8 @@ class Results:
       kind: what is kept.
 
     Raises:
-      ValueError: another process writes to the file, or it holds anything else, or results of other
-        settings.
+      ValueError: another process writes to the file, the file does not hold results, or they have
+        other settings.
     """
 
     def __init__(self, path: Path | None, settings: Record, kind: Kind = EVALUATED) -> None:

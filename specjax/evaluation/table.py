@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-from specjax.drafting import Autoregressive, QSpec
-from specjax.evaluation.task_sets import TaskProgress, TaskResult, evaluate
+from pallas_kernels.activations import Activation
+from specjax.drafting import Autoregressive, Drafter, QSpec
+from specjax.evaluation.task_sets import TaskOptions, TaskProgress, TaskResult, evaluate
 from specjax.evaluation.tasks import TASKS
 from specjax.files.markdown import markdown_table
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import TokenCodec
 from specjax.model.params import Params
 
 
@@ -49,14 +50,14 @@ class Row:
 def fidelity_rows(
     scheme: str,
     params: Params,
-    tokenizer: Tokenizer,
+    tokenizer: TokenCodec,
     tasks: Sequence[str],
     data: str | Path,
     *,
     drafter: QSpec | None = None,
     out: str | Path | None = None,
     progress: Callable[[str, TaskProgress], None] | None = None,
-    **options: Any,
+    **options: Unpack[TaskOptions],
 ) -> Iterator[Row]:
     """Measures the lines of one model: the four methods of a quantized one, or W16A16 alone.
 
@@ -71,8 +72,7 @@ def fidelity_rows(
       drafter: the drafter of the line "QSpec"; default QSpec(activation="a4"), the paper's.
       out: a folder for the files of results, one per line of the table.
       progress: called with the method and its progress after every item.
-      options: the other options of `evaluate`: rows, limit, sample_seed, shots, max_new_tokens,
-        cache_bits, chat, unsafe.
+      options: as for `evaluate`.
 
     Yields:
       Each line as soon as it is measured.
@@ -81,12 +81,19 @@ def fidelity_rows(
       ValueError: as `evaluate` does.
     """
 
-    def run(method: str, names: Sequence[str], **how: Any) -> tuple[TaskResult, ...]:
+    def run(
+        method: str,
+        names: Sequence[str],
+        drafter: Drafter | None = None,
+        activation: Activation = "a16",
+    ) -> tuple[TaskResult, ...]:
         report = None if progress is None else lambda state: progress(method, state)
         file = None if out is None else Path(out) / f"{scheme}-{method}.jsonl"
-        return tuple(
-            evaluate(params, tokenizer, names, data, out=file, progress=report, **how, **options)
-        )
+        results = evaluate(
+            params, tokenizer, names, data, drafter=drafter, activation=activation, out=file,
+            progress=report, **options,
+        )  # fmt: skip
+        return tuple(results)
 
     if not params.quantized:
         plain = run("W16A16", tasks, drafter=Autoregressive())
@@ -98,7 +105,9 @@ def fidelity_rows(
     drafted = run("QSpec", written, drafter=drafter or QSpec(activation="a4")) if written else ()
     by_name = {each.task: each for each in (*plain, *drafted)}
     yield Row(scheme, "QSpec", tuple(by_name.values()), plain)
-    for method, activation in (("W4A8", "a8"), ("W4A4", "a4")):
+    low: tuple[Activation, ...] = ("a8", "a4")
+    for activation in low:
+        method = f"W4{activation.upper()}"
         yield Row(scheme, method, run(method, tasks, activation=activation), plain)
 
 

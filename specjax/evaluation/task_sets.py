@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from pallas_kernels.activations import Activation, check_activation
 from specjax.checks import check_integer, check_seed
@@ -21,8 +21,21 @@ from specjax.evaluation.runs import Record, Results
 from specjax.evaluation.samples import sample
 from specjax.evaluation.tasks import TASKS
 from specjax.evaluation.tasks.base import Identified, Setup, Task
-from specjax.generation.text import ChatTokenizer, Tokenizer
+from specjax.generation.text import ChatTokenizer, TokenCodec
 from specjax.model.params import Params
+
+
+class TaskOptions(TypedDict, total=False):
+    """The options of `evaluate` that say how tasks are asked, whatever decodes the answers."""
+
+    rows: int
+    limit: int | None
+    sample_seed: int | None
+    shots: int | None
+    max_new_tokens: int | None
+    cache_bits: int
+    chat: bool
+    unsafe: bool
 
 
 class TaskProgress(NamedTuple):
@@ -71,7 +84,7 @@ class TaskResult:
 
 def evaluate(
     params: Params,
-    tokenizer: Tokenizer,
+    tokenizer: TokenCodec,
     tasks: Sequence[str],
     data: str | Path,
     *,

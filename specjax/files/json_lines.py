@@ -21,8 +21,10 @@ class Line(NamedTuple):
     fields: dict[str, Any]
 
     def text(self, *names: str, default: str | None = None) -> str:
-        """The first of these fields that holds text, or `default` if there is none of them. Raises
-        ValueError if none holds text."""
+        """The first of the named fields that holds text; `default` if all are absent or null.
+
+        Raises ValueError if none holds text and there is no default for that.
+        """
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, str):

@@ -56,7 +56,7 @@ class Waiting(NamedTuple):
     limit: the length at which it ends.
     key: [1], or None where all prompts are decoded greedily.
     sampling: in arrays [1], or None where all are decoded greedily.
-    guide: of the grammar that its output keeps to; None: it is free.
+    guide: holds its output to a grammar; None: the output is free.
     kind: the least kind of rounds that gives it what it asks for.
     echoes: whether the log-probabilities of its own tokens are asked for as well.
     """

@@ -34,7 +34,7 @@ StopWhen = Callable[[int, list[int]], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """How far a run of `decode_many` is.
 
     done, total: prompts.
     generated: tokens.
@@ -94,7 +94,7 @@ def decode_many(
       stop_when: called after every round with the number of a prompt and its output so far, token
         ids. True ends the output with the first token for which it is true; once true, it must
         stay true. `specjax.generation.text.StopStrings` makes one from texts.
-      progress: called after every few rounds.
+      progress: called with a `Progress` after every few rounds.
 
     Returns:
       One `Completion` per prompt.

@@ -228,8 +228,8 @@ def _tokenizer(tokenizer: TokenBytes, vocab_size: int, stop_tokens: tuple[int, .
     words = tokenizer.vocabulary()
     if len(words) > vocab_size:
         raise ValueError(
-            f"the constraint's tokenizer has token ids up to {len(words) - 1}, and the model a "
-            f"vocabulary of {vocab_size} entries: they do not belong together"
+            f"the constraint must be made with the model's tokenizer, of at most {vocab_size} "
+            f"tokens, got one with token ids up to {len(words) - 1}"
         )
     view = _View(tokenizer, words, stop_tokens)
     return _llguidance().LLTokenizer(view, eos_token=list(stop_tokens))

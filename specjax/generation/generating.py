@@ -16,7 +16,7 @@ from specjax.generation.batching import complete_request
 from specjax.generation.constraints import Constraint
 from specjax.generation.guided import Constraints, constraint_of_each
 from specjax.generation.request import Request, row_keys, row_sampling
-from specjax.generation.text import ChatTokenizer, StopStrings, Tokenizer, cut, output_text
+from specjax.generation.text import ChatTokenizer, StopStrings, TokenCodec, cut, output_text
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.logprobs import Logprobs
@@ -68,35 +68,35 @@ class _Options(TypedDict, total=False):
 
 @overload
 def generate(
-    params: Params, tokenizer: Tokenizer, texts: str | Conversation,
+    params: Params, tokenizer: TokenCodec, texts: str | Conversation,
     *, samples: None = None, **options: Unpack[_Options],
 ) -> Generation: ...  # fmt: skip
 
 
 @overload
 def generate(
-    params: Params, tokenizer: Tokenizer, texts: str | Conversation,
+    params: Params, tokenizer: TokenCodec, texts: str | Conversation,
     *, samples: int, **options: Unpack[_Options],
 ) -> list[Generation]: ...  # fmt: skip
 
 
 @overload
 def generate(
-    params: Params, tokenizer: Tokenizer, texts: list[str] | list[Conversation],
+    params: Params, tokenizer: TokenCodec, texts: list[str] | list[Conversation],
     *, samples: None = None, **options: Unpack[_Options],
 ) -> list[Generation]: ...  # fmt: skip
 
 
 @overload
 def generate(
-    params: Params, tokenizer: Tokenizer, texts: list[str] | list[Conversation],
+    params: Params, tokenizer: TokenCodec, texts: list[str] | list[Conversation],
     *, samples: int, **options: Unpack[_Options],
 ) -> list[list[Generation]]: ...  # fmt: skip
 
 
 def generate(
     params: Params,
-    tokenizer: Tokenizer,
+    tokenizer: TokenCodec,
     texts: Any,
     *,
     max_new_tokens: int = 64,
@@ -165,7 +165,7 @@ def generate(
 class _Asked(NamedTuple):
     """The prompts and how they are answered; samples: outputs per prompt."""
 
-    tokenizer: Tokenizer
+    tokenizer: TokenCodec
     prompts: list[Any]
     samples: int | None
     stop: tuple[str, ...]
@@ -245,7 +245,7 @@ def _listed(texts: Any) -> tuple[list[Any], bool]:
     return listed, False
 
 
-def _encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+def _encode(tokenizer: TokenCodec, prompt: Any) -> list[int]:
     """Returns the tokens of a text or a conversation. Raises ValueError if it is neither."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)

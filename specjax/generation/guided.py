@@ -34,7 +34,7 @@ def guided_round(
 ) -> tuple[DecodeState, Verified]:
     """Runs one round. The given state is donated, and the guides advance.
 
-    guides: of the rows that keep to a grammar, by row. The others take part in the round freely.
+    guides: by row, for the rows that keep to a grammar. The other rows are free.
     ahead: the programs that `compile_ahead` has made; None: none.
     """
     run = (ahead or Ahead()).run

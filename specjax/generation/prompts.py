@@ -137,7 +137,7 @@ def _pad(
     rows: Any = prompt if isinstance(prompt[0], Sequence | np.ndarray) else [prompt]
     arrays = [np.array(check_ids(row, f"prompt row {index}")) for index, row in enumerate(rows)]
     lengths = np.array([row.size for row in arrays], np.int32)
-    padded = np.full((len(arrays), lengths.max()), pad_id, np.int64)
+    padded = np.full((len(arrays), int(np.max(lengths))), pad_id, np.int64)
     for index, row in enumerate(arrays):
         padded[index, : row.size] = row
     return padded, lengths

@@ -9,7 +9,7 @@ _CONTEXT = 16  # tokens before the next one that can affect its text
 _OPEN = 64  # last tokens whose text a stream may decode again
 
 
-class Tokenizer(Protocol):
+class TokenCodec(Protocol):
     """The methods of a tokenizer that decoding uses; `specjax.load_tokenizer` returns one."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -40,7 +40,7 @@ class ToolTokenizer(ChatTokenizer, Protocol):
 
 
 def output_text(
-    tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], stop_tokens: Sequence[int]
+    tokenizer: TokenCodec, prompt: Sequence[int], output: Sequence[int], stop_tokens: Sequence[int]
 ) -> str:
     """Returns the text of the tokens after a prompt, without a stop token at the end."""
     ended = len(output) > 0 and output[-1] in stop_tokens
@@ -62,7 +62,7 @@ class StopStrings:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], strings: Sequence[str]
+        self, tokenizer: TokenCodec, prompts: Sequence[Sequence[int]], strings: Sequence[str]
     ) -> None:
         self._tokenizer, self._prompts, self._strings = tokenizer, prompts, tuple(strings)
 
@@ -82,7 +82,7 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
+        self, tokenizer: TokenCodec, prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._before, self._ids = list(prompt[-_CONTEXT:]), list[int]()  # context, and open tokens
@@ -142,7 +142,7 @@ class TextStream:
         return added
 
 
-def _continuation(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+def _continuation(tokenizer: TokenCodec, prompt: list[int], ids: list[int]) -> str:
     """Returns the text of `ids` after that of `prompt`, with which they begin."""
     before, text = tokenizer.decode(prompt), tokenizer.decode(ids)
     if not text.startswith(before):  # the prompt ends within a character

@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import psutil
@@ -27,7 +28,8 @@ _PAGES = ("inactive_file", "active_file")  # bytes of files in memory, which the
 
 def available() -> int | None:
     """Bytes that new arrays on the default device may take; None if the device does not tell."""
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    options: Any = jax.config  # its types do not name the options of every version
+    chosen = options.jax_default_device
     device = jax.local_devices(backend=chosen)[0] if isinstance(chosen, str | None) else chosen
     if device.platform == "cpu":
         return _host()
@@ -109,7 +111,7 @@ def _check(what: str, needed: int, advice: Callable[[int], str]) -> None:
 
 
 def _host() -> int:
-    """Bytes that this process may still take: of the machine, its control groups and its limits."""
+    """Bytes that the machine, the control groups and the limits still leave to this process."""
     swap: int = psutil.swap_memory().free
     spaces = [psutil.virtual_memory().available, *_groups(Path("/"))]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -121,7 +123,7 @@ def _host() -> int:
 def _groups(root: Path) -> Iterator[int]:
     """Bytes left in each control group of this process, of either version, up to the root.
 
-    root: of the file system, for tests.
+    root: the root of the file system, for tests.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -103,7 +103,7 @@ def activation_bytes(config: ModelConfig, rows: int, tokens: int, *, logits: boo
 
 
 def in_units(count: int) -> str:
-    """Bytes in words, in the largest unit that leaves a whole one."""
+    """A number of bytes as text, in the largest unit that it has at least one of."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
         if count >= size:
             return f"{count / size:,.2f} {unit}"

@@ -96,22 +96,22 @@ def measure(
     check_is_params(params)
     if check_integer("turns", turns) < 1:
         raise ValueError(f"turns must be at least 1, got {turns}")
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens, "stop_tokens": (),
-    }  # fmt: skip
     drafter = _of_fixed_length(drafter)
     tokens, lengths = normalize_prompt(prompts, prompt_lengths, params.config)
     count = tokens.shape[0]
-    arguments = {
-        "prompt": tokens, "prompt_lengths": lengths,
-        "key": row_keys(sampling, key, count), "sampling": row_sampling(sampling, count),
-    }  # fmt: skip
-    batches = _batches(arguments, count, rows)
-    results = [decode(params, drafter=drafter, **batch, **options) for batch in batches]
+    keys, sampling = row_keys(sampling, key, count), row_sampling(sampling, count)
+    batches = _batches(_Batch(tokens, lengths, keys, sampling), count, rows)
+    results = [
+        decode(
+            params, batch.tokens, prompt_lengths=batch.lengths, drafter=drafter, key=batch.keys,
+            sampling=batch.sampling, max_new_tokens=max_new_tokens, stop_tokens=(),
+        )
+        for batch in batches
+    ]  # fmt: skip
     if drafter.draft_length == 0:
         raise ValueError(f"drafter must propose something, got {drafter!r}")
     models = _chain(_Model(params, "a16", None, drafter, 0))
-    costs, draft_cost, seconds = _costs(models, options | batches[0], turns)
+    costs, draft_cost, seconds = _costs(models, batches[0], max_new_tokens, turns)
     counts = jax.tree.map(
         lambda *parts: jnp.concatenate(parts),
         *((result.stats, *result.levels) for result in results),
@@ -123,13 +123,33 @@ def measure(
     return Measurement(levels, draft_cost, seconds, float(counts[0].tokens_per_round))
 
 
-def _batches(arguments: dict[str, Any], count: int, rows: int | None) -> list[dict[str, Any]]:
-    """Returns arguments of `decode` that have `count` rows, `rows` at a time."""
+class _Batch(NamedTuple):
+    """Prompts that are decoded together.
+
+    tokens, lengths: int32[B, T] and int32[B].
+    keys, sampling: of every row; None: greedy.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    keys: jax.Array | None
+    sampling: Sampling | None
+
+    def start(self, params: Params, drafter: Drafter, max_new_tokens: int) -> DecodeState:
+        """The state before the first round."""
+        return start(
+            params, self.tokens, prompt_lengths=self.lengths, drafter=drafter, key=self.keys,
+            sampling=self.sampling, max_new_tokens=max_new_tokens, stop_tokens=(),
+        )  # fmt: skip
+
+
+def _batches(prompts: _Batch, count: int, rows: int | None) -> list[_Batch]:
+    """Returns the `count` prompts, `rows` at a time."""
     rows = count if rows is None else check_integer("rows", rows)
     if not 1 <= rows <= count:
         raise ValueError(f"rows must be in 1 … {count}, the number of prompts, got {rows}")
     numbers = (np.arange(first, first + rows) % count for first in range(0, count, rows))
-    return [jax.tree.map(lambda leaf: leaf[chosen], arguments) for chosen in numbers]  # noqa: B023
+    return [jax.tree.map(lambda leaf: leaf[chosen], prompts) for chosen in numbers]  # noqa: B023
 
 
 class _Model(NamedTuple):
@@ -169,14 +189,17 @@ def _chain(model: _Model, depth: int = 0) -> list[_Model]:
 
 
 def _costs(
-    models: list[_Model], options: dict[str, Any], turns: int
+    models: list[_Model], batch: _Batch, max_new_tokens: int, turns: int
 ) -> tuple[list[list[float]], float, float]:
     """Measures each model's costs of verifying 0 … N drafts, and the last drafter's cost per draft.
 
     Costs are in plain passes of the first model. The third result is the seconds of one.
     """
-    passes = [_verifications(model, options) for model in models]
-    rounds = [_Rounds(model, depth, options) for depth, model in enumerate(models)]
+    passes = [_verifications(model, batch, max_new_tokens) for model in models]
+    rounds = [
+        _Rounds(model, depth, batch.start(model.params, model.drafter, max_new_tokens))
+        for depth, model in enumerate(models)
+    ]
     (*costs, whole), seconds = relative([*passes, rounds], turns)
     drafts = [max(each - cost[-1], 0.0) for each, cost in zip(whole, costs, strict=True)]
     for level in range(1, len(models)):
@@ -186,9 +209,11 @@ def _costs(
     return costs, drafts[-1] / models[-1].drafter.draft_length, seconds
 
 
-def _verifications(model: _Model, options: dict[str, Any]) -> list[Callable[[int], float]]:
+def _verifications(
+    model: _Model, batch: _Batch, max_new_tokens: int
+) -> list[Callable[[int], float]]:
     """Returns timers of the model's passes over 0 … N drafts."""
-    state = start(model.params, drafter=Autoregressive(), **options)
+    state = batch.start(model.params, Autoregressive(), max_new_tokens)
     holder = [dataclasses.replace(state, lag=model.lag)]
 
     def timer(drafts: int) -> Callable[[int], float]:
@@ -210,8 +235,7 @@ class _Rounds:
     evicts it in every real round.
     """
 
-    def __init__(self, model: _Model, depth: int, options: dict[str, Any]) -> None:
-        state = start(model.params, drafter=model.drafter, **options)
+    def __init__(self, model: _Model, depth: int, state: DecodeState) -> None:
         self._model = model
         self._holder = [dataclasses.replace(state, lag=model.lag, depth=depth)]
 

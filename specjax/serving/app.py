@@ -43,8 +43,8 @@ _UNKNOWN_CALLS = (
 class Door:
     """How the server shows itself.
 
-    name: of the model, as clients give it.
-    most_bytes: of a request's body.
+    name: the model's name, as clients give it.
+    most_bytes: the most bytes of a request's body.
     key: what clients must send; None: nothing.
     log_prompts: write prompts and outputs into the log.
     """

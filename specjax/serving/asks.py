@@ -27,7 +27,7 @@ class Plan:
     rows: outputs made at a time.
     context: tokens of a prompt and its output.
     queue: outputs that may wait for a row.
-    prefix_bytes: of what prompts that begin alike share; 0 for none.
+    prefix_bytes: memory for the beginnings that prompts share; 0 for none.
     logprobs: the most probable tokens that one may ask for at each place.
     """
 
@@ -65,7 +65,7 @@ class Ask:
     stop: tells of the new tokens whether they hold an end; once true, it stays true.
     stop_tokens: tokens that end it, beside the model's own.
     send: is told of every piece, in the engine's thread; it must not wait.
-    guide: of the grammar that it keeps to; None: it is free.
+    guide: holds it to a grammar; None: it is free.
     """
 
     tokens: np.ndarray

@@ -19,7 +19,7 @@ def head(request: ChatRequest) -> Head:
 
 
 class ChatWriter:
-    """Writes the outputs of one request. names: of the tools whose calls are looked for."""
+    """Writes the outputs of one request. names: the tools whose calls are looked for."""
 
     def __init__(self, request: ChatRequest, texts: TokenTexts, names: Collection[str]) -> None:
         self._logprobs, self._most = request.logprobs, request.top_logprobs or 0

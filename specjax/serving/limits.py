@@ -25,7 +25,7 @@ class Limits:
     """Reads each request's whole body before the application sees it, or refuses it.
 
     app: the application.
-    most_bytes: of a body.
+    most_bytes: the most bytes of a body.
     key: what `Authorization: Bearer` must hold for paths under /v1; None: nothing.
     """
 

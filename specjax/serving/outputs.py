@@ -34,7 +34,7 @@ class Gain:
     index: the output's number.
     text: new text; a stop text and the model's own end are not in it.
     tokens: new tokens, those of the end among them.
-    logprobs: of the tokens, where they were asked for.
+    logprobs: log-probabilities of the tokens; None: not asked for.
     finish: not None in the last gain.
     echoed: in the first gain, log-probabilities of the prompt's own tokens but the first.
     """
@@ -57,7 +57,7 @@ class Outputs:
     new: the most tokens of each output; None: as many as the context has room for.
     scored: whether log-probabilities are asked for.
     echoed: whether those of the prompts' own tokens are.
-    guide: of the grammar that the outputs keep to; None: they are free.
+    guide: holds the outputs to a grammar; None: they are free.
 
     count: outputs.
 

@@ -15,7 +15,7 @@ END = b"data: [DONE]\n\n"
 
 
 class Writer(Protocol):
-    """Writes the gains of one request's outputs as objects of OpenAI's."""
+    """Writes the gains of one request's outputs as OpenAI's objects."""
 
     def chunks(self, gain: Gain) -> list[dict[str, Any]]:
         """The choices of a stream that a gain makes; none where it shows nothing."""

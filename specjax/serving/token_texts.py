@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import TokenCodec
 from specjax.speculation.logprobs import Logprobs
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -13,7 +13,7 @@ _LEAST = -9999.0  # JSON has no infinity
 class TokenTexts:
     """The text of each token by itself."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenCodec) -> None:
         self._tokenizer = tokenizer
         self._bytes: list[bytes | str | None] = []
         if hasattr(tokenizer, "vocabulary"):

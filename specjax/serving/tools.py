@@ -68,7 +68,7 @@ def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
 def split_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
     """Returns the text before the calls at its end, and the calls; all of it where there are none.
 
-    names: of the functions that may be called.
+    names: the functions that may be called.
     """
     before, _, _ = text.partition(_OPEN)
     place, calls = len(before), list[Call]()

@@ -35,8 +35,8 @@ def step(
 ) -> tuple[DecodeState, Verified]:
     """Runs one round. The given state is donated: do not use it afterwards.
 
-    activation, layers: of the verifying pass. A level that only drafts for another level may be
-    less precise than the target.
+    activation, layers: how the verifying pass computes. A level that only drafts for another level
+        may be less precise than the target.
     matched: keep a draft where it is the token that plain decoding draws, however it was chosen.
     """
     return on_mesh(

@@ -83,7 +83,7 @@ class DecodeState:
     depth: levels above this one; 0 for the target's own state. Static.
     confidence: a row also ends with a token of smaller probability than this; None: never. For
         levels that draft. Static.
-    logprobs: of the new tokens so far; None: nobody asked for them.
+    logprobs: log-probabilities of the new tokens so far; None: nobody asked for them.
     shared: what the drafter keeps for all rows together, without an axis of rows; None: nothing.
     """
 

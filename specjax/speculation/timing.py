@@ -55,7 +55,7 @@ def seconds(
     holder: list[DecodeState],
     repeats: int,
 ) -> float:
-    """Seconds per repetition of a program that uses up the holder's state and gives another."""
+    """Seconds per repetition of a program, which replaces the holder's state."""
     begin = time.perf_counter()
     holder[0], total = program(holder[0], repeats)
     jax.block_until_ready(total)

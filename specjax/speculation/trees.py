@@ -59,7 +59,7 @@ def ancestors(parents: Int32[Array, "B N"]) -> Int32[Array, "B N N"]:
     rows = jnp.arange(b)
 
     def extend(node: jax.Array, paths: jax.Array) -> jax.Array:
-        """The paths with that of one more node: it goes on where its parent's ends."""
+        """Adds the path of one node: its parent's path, and then the node."""
         parent = parents[:, node]
         above = jnp.where(parent[:, None] >= 0, paths[rows, jnp.maximum(parent, 0)], -1)
         depth = jnp.sum(above >= 0, axis=1, keepdims=True)

@@ -120,15 +120,14 @@ def test_convert_our_own(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "two"), load(tmp_path / "one"))
 
 
-# `quantize` is `convert` with a default method, and old spellings of --quantize still work.
+# `quantize` is `convert` with a default method.
 @pytest.mark.parametrize(
     ("arguments", "method"),
     [
         (["convert", "a", "b"], None),
         (["quantize", "a", "b"], "rtn"),
         (["convert", "a", "b", "--quantize", "int8"], "int8"),
-        (["convert", "a", "b", "--quantization", "int8"], "int8"),
-        (["quantize", "a", "b", "--method", "int8"], "int8"),
+        (["quantize", "a", "b", "--quantize", "int8"], "int8"),
     ],
 )
 def test_one_command(

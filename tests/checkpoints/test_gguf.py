@@ -177,7 +177,7 @@ def test_models_that_are_refused(tmp_path: Path, changes: dict, message: str) ->
         (8, struct.pack("<Q", 10**18), "its header announces 1000000000000000000 items"),
         (16, struct.pack("<Q", 10**18), "its header announces 1000000000000000000 items"),
         (24, struct.pack("<Q", 2**63), "its header announces 9223372036854775808 items"),
-        (32, b"\x1b]0;", "has the odd name"),
+        (32, b"\x1b]0;", "has a name that cannot be printed"),
     ],
 )
 def test_headers_that_lie(

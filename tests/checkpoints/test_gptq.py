@@ -28,7 +28,8 @@ def recursion(
 ) -> np.ndarray:
     """Algorithm 1 of the paper as it stands there, with H inverted, in float64.
 
-    ratio: of a group's largest weight, what sets its scale; None: the best of 80 in the norm 2.4.
+    ratio: the share of a group's largest weight that sets its scale; None: the best of 80 in the
+        norm 2.4.
     """
     limit, k = 2 ** (bits - 1) - 1, w.shape[1]
     w, h = w.astype(np.float64), h.astype(np.float64)

@@ -42,11 +42,12 @@ def test_bench_measures_and_prints_tables(tmp_path: Path, capsys) -> None:
 def test_long_prompts_are_left_out(tmp_path: Path, capsys, caplog) -> None:
     prompts = tmp_path / "tales.txt"
     prompts.write_text("Once upon a time\n" + "and then and then " * 9)
-    command = ["--drafters", "ngram:draft_length=2", "--longest", "8", "--prompts", str(prompts)]
+    command = ["--drafters", "ngram:draft_length=2", "--prompts", str(prompts)]
+    command += ["--longest-prompt", "8"]
     with caplog.at_level("INFO", logger="specjax"):
         assert _bench(*command) == 0
     assert "1 of 2 prompts of tales are left out: they have more than 8 tokens" in caplog.text
-    assert _bench(*command, "--longest", "1") == 1
+    assert _bench(*command, "--longest-prompt", "1") == 1
     assert "tales must have at least 1 prompts for a batch of 1, got 0" in capsys.readouterr().err
 
 

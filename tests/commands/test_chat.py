@@ -50,11 +50,11 @@ def test_a_turn_sees_those_before_it_until_a_reset(tokenizer, monkeypatch, capsy
     assert said[0] == f"{first}\n"
     tokens = len(tokenizer.encode(first))
     if tokens > 80:  # the answer has filled the context
-        assert "/reset begins anew" in said[1]
+        assert "/reset starts a new one" in said[1]
     else:
         history = [system, ("user", "Hello"), ("assistant", first), ("user", "Hello")]
         assert said[1] == f"{answer(tokenizer, history)}\n"
-    assert said[2] == "(begun anew)\n"
+    assert said[2] == "(new conversation)\n"
     assert said[3] == f"{first}\n"
 
 

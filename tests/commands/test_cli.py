@@ -316,7 +316,7 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
             ["plan", "speed", "--acceptance", "0.8", "--draft-cost", "0.2", "--longest", "99999"],
             "longest must be at most 256, got 99999",
         ),
-        (["plan", "memory", "--device", "1MB"], "holds not even the weights, 4.54 MB"),
+        (["plan", "memory", "--device", "1MB"], "at least the weights, 4.54 MB"),
         (["plan", "memory", "--rows", "0"], "rows must be at least 1, got 0"),
         (["plan", "memory", "--context", "0"], "context must be at least 1, got 0"),
         (["plan", "memory", "--model", "no/such/place"], "no/such/place"),
@@ -411,7 +411,7 @@ def test_evaluate_perplexity(tmp_path, capsys) -> None:
 def test_evaluate_fidelity(tmp_path, capsys) -> None:
     prompts, target = tmp_path / "prompts.jsonl", tmp_path / "numbers.json"
     prompts.write_text('{"question": "How many apples?"}\n{"prompt": "Once upon a time"}\n')
-    options = ["--max-new-tokens", "12", "--json", str(target)]
+    options = ["--compared", "a8", "--max-new-tokens", "12", "--json", str(target)]
     picture = tmp_path / "scatter.png"
     if importlib.util.find_spec("matplotlib") is not None:
         options += ["--picture", str(picture)]

@@ -31,7 +31,7 @@ def _pairs() -> list[tuple[list[int], list[int]]]:
 
 
 def _by_definition(context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """In one pass, with the softmax in float64. What pads the text is behind it, and unseen."""
+    """In one pass, with the softmax in float64. Padding follows the text, which does not see it."""
     tokens, first = np.array(context + continuation), len(context)
     padded = jnp.asarray(np.pad(tokens, (0, 160 - len(tokens)))[None])
     cache = KVCache.create(CONFIG, 1, 160)

@@ -44,7 +44,7 @@ class Case:
     """A configuration and how to try it.
 
     config: Hugging Face's configuration.
-    lengths: of the prompts.
+    lengths: tokens of each prompt.
     stop_count: how many stop tokens config.json shall name.
     older: fields that an older checkpoint's config.json has besides; None: no such file is kept.
     """

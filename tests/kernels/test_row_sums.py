@@ -18,9 +18,10 @@ SIZES = (1, 2, 7, 8, 9, 100, 384, 4093)
 def test_sums_are_right(size: int) -> None:
     x = np.random.default_rng(size).uniform(size=(2, 3, size)).astype(np.float32)
     exact = x.astype(np.float64)
-    np.testing.assert_allclose(row_sum(x), exact.sum(-1, keepdims=True), rtol=1e-6)
-    np.testing.assert_allclose(running_sums(x), exact.cumsum(-1), rtol=2e-6)
-    np.testing.assert_array_equal(row_max(x - 2), (x - 2).max(-1, keepdims=True))
+    given = jnp.asarray(x)
+    np.testing.assert_allclose(row_sum(given), exact.sum(-1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(running_sums(given), exact.cumsum(-1), rtol=2e-6)
+    np.testing.assert_array_equal(row_max(given - 2), (x - 2).max(-1, keepdims=True))
 
 
 @pytest.mark.optimized

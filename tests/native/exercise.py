@@ -2,7 +2,7 @@
 
 A program of its own, because `tests/kernels/test_sanitizers.py` runs it over a library built with
 sanitizers, which end the process at the first byte read or written out of bounds. Every array is
-an allocation of its own, of its exact size. What the results are is tested elsewhere.
+an allocation of its own, of its exact size. Other tests check the results.
 """
 
 from __future__ import annotations

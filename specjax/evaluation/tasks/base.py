@@ -16,7 +16,7 @@ from pallas_kernels.activations import Activation
 from specjax.checks import shown
 from specjax.evaluation.runs import Record
 from specjax.files.json_lines import Line, read_lines
-from specjax.generation.text import ChatTokenizer, Tokenizer
+from specjax.generation.text import ChatTokenizer, TokenCodec
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
 
@@ -31,7 +31,7 @@ class Setup(NamedTuple):
     """
 
     params: Params
-    tokenizer: Tokenizer
+    tokenizer: TokenCodec
     drafter: Drafter
     rows: int = 8
     max_new_tokens: int | None = None

@@ -14,7 +14,7 @@ from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.runs import Record
 from specjax.evaluation.tasks.base import Setup, Task, mean, read_items
 from specjax.files.json_lines import Line, read_text
-from specjax.generation.text import Tokenizer
+from specjax.generation.text import TokenCodec
 
 _AHEAD = 4  # batches of likelihoods between two records on disk
 
@@ -147,7 +147,7 @@ class TextTask(ScoredTask):
             return {"perplexity": float(np.exp(nats / count))}
 
 
-def _split(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
+def _split(tokenizer: TokenCodec, context: str, end: str) -> tuple[list[int], list[int]]:
     """The tokens of both texts together, split where those of the context alone end."""
     whole, alone = tokenizer.encode(context + end), tokenizer.encode(context)
     count = next(
