@@ -97,7 +97,7 @@ def _row(each: Break) -> dict[str, Any]:
     environment = os.environ | {"PYTEST_ADDOPTS": "--exitfirst"}
     command = ["make", "test"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
     return {
         "promise": each.promise,
         "broken": each.how,
