@@ -78,6 +78,8 @@ EXACTNESS = Page(
     (
         Section("exactness.outputs", "outputs_*", "Greedy outputs, and acceptance",
                 render=section_tables.outputs),
+        Section("exactness.broken_promises", "*broken_promises", "Five promises broken on purpose",
+                "One line of the code is changed; `make test` stops at the first test that fails."),
         Section("exactness.places", "*places", "One prompt in three places",
                 "SmolLM2, sampled: the same prompt and key alone, in a batch and in a queue."),
         Section("exactness.logits", "*logits", "Logits beside transformers on torch",

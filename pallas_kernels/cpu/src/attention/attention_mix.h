@@ -1,7 +1,8 @@
 // Mixes the values of a block by products of pairs, for a cache in bfloat16 or codes: a word is one
 // feature of two slots, the lanes are features.
 //
-// A weight is rounded to bfloat16, as the values are. Sums are float32.
+// A weight is rounded to bfloat16, as the values are. Sums are float32, and the softmax's total is
+// that of the rounded weights: a mean of equal values is that value.
 //
 // Pairs begin at even numbers, counted from the block's start, so the number of a slot determines
 // its place in the products. The slots of a tree's path are gathered: a token of a tree gets the
@@ -17,6 +18,12 @@ inline constexpr int64_t kPairedSlots = 2 * kLanes;  // slots that all tokens sh
 inline constexpr int kMixedRows = 12;                // rows of a portion
 inline constexpr int kMixedSums = 24;                // vectors of sums that stay in registers
 
+// The scales of a block's slots, and their inverses. Those of bfloat16 are not used.
+struct SlotScales {
+  alignas(64) float scales[kAttentionBlock];
+  alignas(64) float inverses[kAttentionBlock];
+};
+
 // The values that a block's weights belong to.
 struct Values {
   // Where slot number i of the span is. -1 past its end.
@@ -31,11 +38,12 @@ struct Values {
 
   // Reads the scales of slots number first … last - 1, as one token counts them.
   template <Cached kind>
-  void read_scales(int64_t first, int64_t last, int64_t token, float* scales) const {
+  void read_scales(int64_t first, int64_t last, int64_t token, SlotScales& out) const {
     if constexpr (kind == Cached::kBfloat16) return;  // which has none
     for (int64_t i = first; i < last; ++i) {
       const int64_t at = slot(i, token);
-      scales[i] = at < 0 ? 0 : slot_scale<kind>(entries, at);
+      out.scales[i] = at < 0 ? 0 : slot_scale<kind>(entries, at);
+      out.inverses[i] = 1 / out.scales[i];
     }
   }
 
@@ -144,23 +152,32 @@ inline void add_slots(int64_t count, const MixedRows& rows, const Entries& entri
   }
 }
 
-// Rounds one row's weights of a block, times the scales of the values. A weight of zero stays zero,
-// whatever the scale.
+// Rounds one row's weights of a block, times the scales of the values. Returns the total of what
+// the weights are then. A weight of zero stays zero, whatever the scale, and a product that
+// vanishes counts as the weight that it was.
 template <Cached kind>
-inline void round_weights(const float* weights, const float* scales, int64_t count,
-                          uint16_t* rounded) {
+inline float round_weights(const float* weights, const SlotScales& of, int64_t count,
+                           uint16_t* rounded) {
+  Float total = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    Float weight = load<Float>(weights + i);
+    const Float weight = load<Float>(weights + i);
+    Float scaled = weight;
     if constexpr (kind != Cached::kBfloat16) {
-      weight = weight != 0 ? weight * load<Float>(scales + i) : Float{};
+      scaled = weight != 0 ? weight * load<Float>(of.scales + i) : Float{};
     }
-    const __m256i halves = (__m256i)_mm512_cvtneps_pbh((__m512)weight);
-    std::memcpy(rounded + i, &halves, sizeof halves);
+    const Half halves = (Half)_mm512_cvtneps_pbh((__m512)scaled);
+    store(rounded + i, halves);
+    Float kept = (Float)(widen(halves) << 16);
+    if constexpr (kind != Cached::kBfloat16) {
+      kept = kept != 0 ? kept * load<Float>(of.inverses + i) : weight;
+    }
+    total += kept;
   }
+  return sum_of_lanes(total);
 }
 
-// Mixes all rows. careful: a row at a time, with zeros for values that it does not see, so that
-// values that are not finite reach only the rows that give them a weight.
+// Mixes all rows, and sets their totals. careful: a row at a time, with zeros for values that it
+// does not see, so that values that are not finite reach only the rows that give them a weight.
 template <Cached kind, bool careful>
 inline void mix_by_pairs(const Values& values, const Layout& layout, float* scratch, float* sums,
                          Ahead& ahead) {
@@ -170,7 +187,7 @@ inline void mix_by_pairs(const Values& values, const Layout& layout, float* scra
   uint16_t* rounded = reinterpret_cast<uint16_t*>(scratch + layout.pair_weights);
   const MixedRows rows{rounded, sums, layout.features};
   int32_t slots[kAttentionBlock];
-  alignas(64) float scales[kAttentionBlock];
+  SlotScales scales;
   for (int64_t i = 0; i < shared; ++i) slots[i] = static_cast<int32_t>(values.slot(i));
   values.read_scales<kind>(0, shared, 0, scales);
   std::memset(sums, 0, layout.rows * layout.features * sizeof(float));
@@ -178,7 +195,8 @@ inline void mix_by_pairs(const Values& values, const Layout& layout, float* scra
     const int64_t token = row / values.a.heads_per_kv;
     const float* weights = scratch + layout.weights + row * kWeightStride;
     if (row % group == 0) values.read_scales<kind>(shared, all, token, scales);
-    round_weights<kind>(weights, scales, all, rounded + row * kPairStride);
+    sums[layout.totals + row] =
+        round_weights<kind>(weights, scales, all, rounded + row * kPairStride);
   }
   // Once per line of a pair's values, of kPairFeatures features.
   const int64_t asks = values.a.cached == Cached::kBfloat16 ? 2 : 1;
@@ -205,7 +223,7 @@ inline void mix_pairs(const Values& values, const Layout& layout, float* scratch
   mix_by_pairs<kind, true>(values, layout, scratch, sums, ahead);
 }
 
-// Mixes all rows: f32[rows, features].
+// Mixes all rows, f32[rows, features], and sets their totals.
 inline void mix_pairs(const Values& values, const Layout& layout, float* scratch, float* sums,
                       Ahead& ahead) {
   if (values.a.cached == Cached::kBfloat16) {

@@ -31,8 +31,7 @@ struct TileLayout : Layout {
         strip(query_words + features / 2 * query_columns),
         key_scales(strip + kStrip * features / 2),
         scores(key_scales + kStrip),
-        value_scales(scores + kStrip * kLanes),
-        rounded(value_scales + kAttentionBlock),
+        rounded(scores + kStrip * kLanes),
         pairs(rounded + tile_rows * kPairStride / 2),
         mixed(pairs + kAttentionBlock * kPairFeatures / 2),
         tile_scratch(mixed + tile_rows * features) {}
@@ -42,10 +41,9 @@ struct TileLayout : Layout {
   int64_t tile_rows, query_columns;
   // queries, two features to a word [features / 2, query_columns]; a strip of keys [kStrip,
   // features / 2], the scales of its scores [kStrip], and its scores for 16 queries [kStrip,
-  // kLanes]; the scales of a block's values [kAttentionBlock]; the weights,
-  // bfloat16[tile_rows, kPairStride]; values of two slots side by side [kAttentionBlock / 2,
-  // kPairFeatures]; mixed [tile_rows, features].
-  int64_t query_words, strip, key_scales, scores, value_scales, rounded, pairs, mixed, tile_scratch;
+  // kLanes]; the weights, bfloat16[tile_rows, kPairStride]; values of two slots side by side
+  // [kAttentionBlock / 2, kPairFeatures]; mixed [tile_rows, features].
+  int64_t query_words, strip, key_scales, scores, rounded, pairs, mixed, tile_scratch;
 
   // How often a step prefetches: with the tiles of keys, the transposed scores, the rows of
   // weights, the paired values, and the tiles of weights.
@@ -222,14 +220,15 @@ inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* 
   const Attention& a = values.a;
   const int64_t tokens = layout.rows / a.heads_per_kv, shared = values.shared, all = values.all;
   uint16_t* rounded = reinterpret_cast<uint16_t*>(scratch + layout.rounded);
-  float* scales = scratch + layout.value_scales;
+  SlotScales scales;
   values.read_scales<kind>(0, shared, 0, scales);
   for (int64_t row = 0; row < layout.rows; ++row) {
     if (row % a.heads_per_kv == 0) {
       values.read_scales<kind>(shared, all, row / a.heads_per_kv, scales);
     }
-    round_weights<kind>(scratch + layout.weights + row * kWeightStride, scales, all,
-                        rounded + layout.tile_row(a, row) * kPairStride);
+    sums[layout.totals + row] =
+        round_weights<kind>(scratch + layout.weights + row * kWeightStride, scales, all,
+                            rounded + layout.tile_row(a, row) * kPairStride);
     ahead.ask();
   }
   const auto mix = [&](const auto& slot, int64_t first, int64_t last, int64_t begin, int64_t end) {
@@ -253,12 +252,12 @@ inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layou
                                    float* sums) {
   Ahead nothing;
   uint16_t* rounded = reinterpret_cast<uint16_t*>(scratch + layout.rounded);
-  float* scales = scratch + layout.value_scales;
+  SlotScales scales;
   for (int64_t row = 0; row < layout.rows; ++row) {
     const float* weights = scratch + layout.weights + row * kWeightStride;
     const int64_t token = row / values.a.heads_per_kv;
     values.read_scales<kind>(0, values.all, token, scales);
-    round_weights<kind>(weights, scales, values.all, rounded);
+    sums[layout.totals + row] = round_weights<kind>(weights, scales, values.all, rounded);
     const auto seen = [&](int64_t i) { return weights[i] == 0 ? -1 : values.slot(i, token); };
     mix_slots<kind>(values.entries, seen, layout, 0, kTileRows, 0, values.all, scratch, nothing);
     store_mixed(scratch + layout.mixed, layout.features, sums + row * layout.features);
