@@ -73,12 +73,16 @@ SPECJAX_INLINE void read_pair(const Entries& entries, int64_t even, int64_t odd,
   pairs[1] = (Word)_mm512_unpackhi_epi16(first, second);
 }
 
-// Restores the order of kPairFeatures features, which pairs interleave by fours.
-inline void store_in_order(Float first, Float second, float* out) {
+// Writes mixed values in the order of features, which pairs interleave by fours. out may be mixed.
+inline void store_in_order(const float* mixed, int64_t count, float* out) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  store(out, (Float)_mm512_permutex2var_ps((__m512)first, low, (__m512)second));
-  store(out + kLanes, (Float)_mm512_permutex2var_ps((__m512)first, high, (__m512)second));
+  for (int64_t i = 0; i < count; i += kPairFeatures) {
+    const __m512 first = (__m512)load<Float>(mixed + i);
+    const __m512 second = (__m512)load<Float>(mixed + i + kLanes);
+    store(out + i, (Float)_mm512_permutex2var_ps(first, low, second));
+    store(out + i + kLanes, (Float)_mm512_permutex2var_ps(first, high, second));
+  }
 }
 
 // The rounded weights of some rows for the slots of a block, [rows, kPairStride].
@@ -210,9 +214,7 @@ inline void mix_by_pairs(const Values& values, const Layout& layout, float* scra
     }
     add_slots<kind>(group, rows.from(row), entries, slots, shared, all, ahead, 0);
   }
-  for (int64_t i = 0; i < layout.rows * layout.features; i += kPairFeatures) {
-    store_in_order(load<Float>(sums + i), load<Float>(sums + i + kLanes), sums + i);
-  }
+  store_in_order(sums, layout.rows * layout.features, sums);
 }
 
 template <Cached kind>

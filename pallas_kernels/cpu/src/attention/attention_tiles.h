@@ -207,13 +207,6 @@ inline void mix_slots(const Entries& entries, const Slot& slot, const TileLayout
   }
 }
 
-// Writes a row's mixed values in the order of features.
-inline void store_mixed(const float* mixed, int64_t features, float* sums) {
-  for (int64_t i = 0; i < features; i += kPairFeatures) {
-    store_in_order(load<Float>(mixed + i), load<Float>(mixed + i + kLanes), sums + i);
-  }
-}
-
 template <Cached kind>
 inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* scratch,
                          float* sums, Ahead& ahead) {
@@ -240,8 +233,8 @@ inline void mix_by_tiles(const Values& values, const TileLayout& layout, float* 
         (token + 1) * layout.token_rows, shared, all);
   }
   for (int64_t row = 0; row < layout.rows; ++row) {
-    store_mixed(scratch + layout.mixed + layout.tile_row(a, row) * layout.features, layout.features,
-                sums + row * layout.features);
+    store_in_order(scratch + layout.mixed + layout.tile_row(a, row) * layout.features,
+                   layout.features, sums + row * layout.features);
   }
 }
 
@@ -260,7 +253,7 @@ inline void mix_by_tiles_carefully(const Values& values, const TileLayout& layou
     sums[layout.totals + row] = round_weights<kind>(weights, scales, values.all, rounded);
     const auto seen = [&](int64_t i) { return weights[i] == 0 ? -1 : values.slot(i, token); };
     mix_slots<kind>(values.entries, seen, layout, 0, kTileRows, 0, values.all, scratch, nothing);
-    store_mixed(scratch + layout.mixed, layout.features, sums + row * layout.features);
+    store_in_order(scratch + layout.mixed, layout.features, sums + row * layout.features);
   }
 }
 
