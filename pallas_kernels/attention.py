@@ -67,7 +67,7 @@ def attention(
 
     A token sees every slot below its row's length (the context). New tokens are in the slots
     length … length + T - 1, and a token sees those on the path to it. With a
-    `window`, it sees the last `window` positions and positions 0 … sinks - 1 (attention sinks,
+    window, a token sees the last `window` positions, and positions 0 … sinks - 1 (attention sinks,
     StreamingLLM).
 
     On CPUs a tree's token gets the same bits as at the end of its path alone. Accelerator kernels

@@ -101,8 +101,8 @@ def chain_limits(
 
     Padding rows belong to tokens after the last, so that the number of tokens changes nothing.
 
-    length: int32[], slots of context; tile: int32[], the tile's number; rows: rows of a
-    tile.
+    length: int32[], slots of context; tile: int32[], the tile's number; rows: its
+    rows.
 
     Returns:
       The first slot that each row sees and the end, int32[rows, 1] each; the first block that the

@@ -31,7 +31,7 @@ class Page:
     sections: tuple[Section, ...]
 
 
-# What sets a result apart from the others of its section.
+# The heading of a result that is one of several in its section.
 HEADINGS = {
     "smollm2_drafters": "Batch 1",
     "smollm2_drafters_8": "Batch 8",

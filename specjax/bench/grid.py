@@ -117,10 +117,8 @@ def bench(
     order = [(group.name, drafter) for group in groups for drafter in group.drafters]
     if len(set(order)) < len(order):
         raise ValueError("subjects must have different names, and rows different numbers")
-    settings: dict[str, Any] = {}
-    if out is not None:
-        settings = _settings(subjects, rows, turns)
-        settings |= {"max_new_tokens": max_new_tokens, "cache_bits": cache_bits}
+    options = {"max_new_tokens": max_new_tokens, "cache_bits": cache_bits}
+    settings = {} if out is None else _settings(subjects, rows, turns) | options
     show = _Counter(progress, (turns + 1) * sum(group.runs for group in groups))
     with Results(None if out is None else Path(out), settings, MEASURED) as results:
         for group in groups:

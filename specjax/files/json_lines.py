@@ -23,7 +23,7 @@ class Line(NamedTuple):
     def text(self, *names: str, default: str | None = None) -> str:
         """The first of the named fields that holds text; `default` if all are absent or null.
 
-        Raises ValueError if none holds text and there is no default for that.
+        Raises ValueError if no field holds text, unless `default` takes its place.
         """
         for name in names:
             value = self.fields.get(name)
