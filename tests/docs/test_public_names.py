@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import checkpoints_tools
+import pallas_kernels
 import specjax
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +32,14 @@ def test_name_of_a_module_exists(name: str) -> None:
     module, _, attribute = name.partition(".")
     holder = specjax.parallel if module == "parallel" else import_module(f"specjax.{module}")
     assert getattr(holder, attribute).__doc__
+
+
+@pytest.mark.parametrize("package", [specjax, pallas_kernels, checkpoints_tools])
+def test_no_function_hides_a_module(package: ModuleType) -> None:
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        holder, _, name = found.name.rpartition(".")
+        module = import_module(found.name)
+        assert getattr(import_module(holder), name) is module
 
 
 @pytest.mark.parametrize(

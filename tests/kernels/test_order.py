@@ -11,7 +11,7 @@ import pytest
 
 from checkpoints_tools import checkpoint
 from pallas_kernels import operands
-from pallas_kernels.cpu.matmul import available
+from pallas_kernels.cpu.matmul_call import available
 from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,

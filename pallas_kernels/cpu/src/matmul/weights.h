@@ -1,4 +1,4 @@
-// Weights as the Python side describes them by attributes and buffers (../../matmul.py).
+// Weights as the Python side describes them by attributes and buffers (../../matmul_call.py).
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace specjax {
 
-// The part that a weight has beside its scales. Numbered as POINTS in matmul.py.
+// The part that a weight has beside its scales. Numbered as POINTS in matmul_call.py.
 enum class Points : int64_t { kNone = 0, kZeros = 1, kMinima = 2 };
 
 // One weight as the attributes describe it.

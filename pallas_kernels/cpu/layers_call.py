@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.activations import Activation
 from pallas_kernels.cache_entries import Entries
 from pallas_kernels.cpu.batches import as_rows, entry
-from pallas_kernels.cpu.matmul import collected, describe
+from pallas_kernels.cpu.matmul_call import collected, describe
 from pallas_kernels.cpu.native import check_available
 from pallas_kernels.formats import Weight
 

@@ -1,4 +1,4 @@
-"""The entry to the matrix kernels of this package."""
+"""Picks the matrix kernel of a weight's format."""
 
 from __future__ import annotations
 
