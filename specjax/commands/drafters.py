@@ -1,12 +1,15 @@
 """--drafter and its options, for every command that drafts.
 
 `specjax.drafting.make` makes every drafter. The command line adds models: it loads those that
---draft names, casts the target by a method, and translates between two tokenizers.
+--draft names, casts the target by a method, and translates between two tokenizers. Options of a
+drafter or model follow its name, "spectra:window=2" or "mxfp4:draft_length=5".
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +42,9 @@ _NAMED = tuple(
     name for name in NAMES if name not in ("translated-draft", "combined", "multi-level")
 )
 _RUN_A_MODEL = tuple(name for name in _NAMED if "activation" in drafting.options(name))
+_OF_A_MODEL = tuple(
+    name for name in drafting.options("draft-model") if not name.startswith("params")
+)
 _LOOK_UP = tuple(name for name in _NAMED if name not in ("autoregressive", *_RUN_A_MODEL))
 
 
@@ -49,7 +55,8 @@ class DrafterOptions(NamedTuple):
     fields: its fields by name, as objects or as text. Where several models draft, `draft_length`
         may hold one number for each; `activation` and `confidence` are those of all.
     draft: models, quantization methods that cast the target, and drafters without a model: the
-        first is what draft-model drafts with, each other one drafts for the one before it.
+        first is what draft-model drafts with, each other one drafts for the one before it. Own
+        options may follow a name; they come before those in `fields`.
     draft_lm_head: whether casts quantize the output head too.
     """
 
@@ -76,16 +83,9 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(_NAMED)
     add(
         "--drafter",
-        metavar="NAME",
-        help=f"{names}; if left out, auto, or qspec where options of drafting are given",
-    )
-    add(
-        "--draft-option",
-        type=_assignment,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any field of the drafter, such as window=2 or schedule=heuristic; repeatable",
+        metavar="NAME[:OPTION=VALUE,…]",
+        help=f"{names}; if left out, auto, or qspec where options of drafting are given. Options "
+        "are the drafter's fields, such as spectra:window=2,guesses=2 or qspec:schedule=heuristic",
     )
     add(
         "--draft-length",
@@ -103,7 +103,7 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
         "--draft",
         action="append",
         default=[],
-        metavar="MODEL_OR_METHOD",
+        metavar="MODEL_OR_METHOD[:OPTION=VALUE,…]",
         help="the model of draft-model, or a quantization method that casts the target to one; "
         "given again, or with qspec or layer-skip: the next drafter, which may also be "
         + ", ".join(_LOOK_UP),
@@ -132,15 +132,16 @@ def add_drafter(parser: argparse.ArgumentParser) -> None:
 
 def read_drafter(options: argparse.Namespace) -> DrafterOptions:
     """The choice that the options make. Raises ValueError where a field is given twice."""
-    values = {field: getattr(options, flag) for field, flag in _FLAGS.items()}
-    fields = {
-        name: value for name, value in values.items() if not (value is None or value is False)
-    }
-    for name, value in options.draft_option:
-        if name in fields:
-            raise ValueError(f"--draft-option {name}={value}: {name} is given twice")
-        fields[name] = value
-    return DrafterOptions(options.drafter, fields, options.draft, options.draft_lm_head)
+    name, fields = split_options(options.drafter) if options.drafter else (None, {})
+    for field, flag in _FLAGS.items():
+        value = getattr(options, flag)
+        if value is None or value is False:
+            continue
+        if field in fields:
+            other = "--" + flag.replace("_", "-")
+            raise ValueError(f"--drafter {options.drafter} and {other} both give {field}")
+        fields[field] = value
+    return DrafterOptions(name, fields, options.draft, options.draft_lm_head)
 
 
 def make_drafter(chosen: DrafterOptions, target: Target) -> specjax.Drafter:
@@ -203,13 +204,6 @@ def _layers(text: str) -> tuple[int, ...] | str:
     return text if text in _SKIPPED else integers(text)
 
 
-def _assignment(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not name or not sign:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    return name.replace("-", "_"), value
-
-
 def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
     """The drafters from the target's own down, each with its model."""
     name = chosen.drafter or ("qspec" if chosen.fields or chosen.draft else "auto")
@@ -231,10 +225,30 @@ def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
     return [first, *(_below(draft, chosen.draft_lm_head, target) for draft in drafts)]
 
 
-def _below(name: str, lm_head: bool, target: Target) -> _Level:
+def _below(text: str, lm_head: bool, target: Target) -> _Level:
     """A drafter that --draft names: one without a model, a cast of the target, or a directory's."""
-    if (level := _Level(name, {})).name in _LOOK_UP:
+    if (level := _Level(text, {})).name in _LOOK_UP:
         return level
+    name, own = _with_options(text)
+    level = _with_model(name, lm_head, target)
+    return level._replace(fields={**own, **level.fields})
+
+
+def _with_options(text: str) -> tuple[str, dict[str, object]]:
+    """A model or method, and its options. The name of a file may hold a colon too."""
+    found = None if os.path.exists(text) else re.match(r"(.*?):([\w-]+=.*)", text)
+    if found is None:
+        return text, {}
+    own = split_options(f"draft-model:{found[2]}")[1]
+    for option in own:
+        if option not in _OF_A_MODEL:
+            accepted = ", ".join(_OF_A_MODEL)
+            raise ValueError(f"--draft {text}: a model takes {accepted}; got {option!r}")
+    return found[1], own
+
+
+def _with_model(name: str, lm_head: bool, target: Target) -> _Level:
+    """A drafter that runs the target cast by a method, or a directory's model."""
     params = _cast(name, lm_head, target)
     if params is not None:
         return _Level("draft-model", {"params": params})
@@ -286,8 +300,8 @@ def _distribute(fields: Mapping[str, object], levels: Sequence[_Level]) -> None:
     for name, value in fields.items():
         chosen = owners.get(name, levels[:1])
         values = _lengths(value, len(chosen)) if name == "draft_length" else [value] * len(chosen)
-        for level, own in zip(chosen, values, strict=True):
-            level.fields[name] = own
+        for level, shared in zip(chosen, values, strict=True):
+            level.fields.setdefault(name, shared)
 
 
 def _lengths(value: object, levels: int) -> Sequence[object]:

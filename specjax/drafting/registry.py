@@ -174,9 +174,9 @@ def _split(name: str, text: str) -> dict[str, object]:
     found: dict[str, str] = {}
     option = ""
     for part in filter(None, parts):
-        start = re.match(r"(\w+)=", part)
+        start = re.match(r"([\w-]+)=", part)
         if start:
-            option = start[1]
+            option = start[1].replace("-", "_")
             found[option] = part[start.end() :]
         elif option:
             found[option] += "," + part  # the comma belongs to the value

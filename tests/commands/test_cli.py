@@ -156,24 +156,21 @@ def test_drafters_without_a_model_do_not_change_the_text(llama, capsys, tmp_path
     [
         ("--drafter autoregressive", specjax.Autoregressive()),
         ("--draft-length 2 --draft-activation a4", specjax.QSpec(2, "a4")),
-        ("--draft-option schedule=heuristic", specjax.QSpec(schedule=specjax.Heuristic())),
+        ("--drafter qspec:schedule=heuristic", specjax.QSpec(schedule=specjax.Heuristic())),
         (
-            "--draft-option schedule=adaptive:draft_cost=0.2,memory=32",
+            "--drafter qspec:schedule=(adaptive:draft_cost=0.2,memory=32)",
             specjax.QSpec(schedule=specjax.Adaptive(draft_cost=0.2, memory=32.0)),
         ),
         ("--drafter prompt-lookup --draft-length 3", specjax.PromptLookup(3)),
-        ("--drafter ngram --draft-option ngram=4", specjax.NGram(ngram=4)),
-        ("--drafter lookahead --draft-option text=false", specjax.Lookahead(text=False)),
-        (
-            "--drafter spectra --draft-option window=2 --draft-option guesses=2",
-            specjax.Spectra(window=2, guesses=2),
-        ),
+        ("--drafter ngram:ngram=4", specjax.NGram(ngram=4)),
+        ("--drafter lookahead:text=false", specjax.Lookahead(text=False)),
+        ("--drafter spectra:window=2,guesses=2", specjax.Spectra(window=2, guesses=2)),
         (
             "--drafter layer-skip --layers 0,2 --draft ngram:ngram=2 --draft-length 4",
             specjax.MultiLevel(specjax.LayerSkip((0, 2), 4), specjax.NGram(ngram=2)),
         ),
         (
-            "--drafter combined --draft-option first=spectra:window=2 --draft-option second=ngram",
+            "--drafter combined:first=spectra:window=2,second=ngram",
             specjax.Combined(specjax.Spectra(window=2), specjax.NGram()),
         ),
     ],
@@ -183,6 +180,24 @@ def test_every_field_of_a_drafter_can_be_set(options, drafter) -> None:
     add_drafter(parser)
     chosen = read_drafter(parser.parse_args(options.split()))
     assert make_drafter(chosen, load_target("tiny", None, 128)) == drafter
+
+
+def test_every_field_of_a_second_model_can_be_set() -> None:
+    parser = argparse.ArgumentParser()
+    add_drafter(parser)
+    options = (
+        "--drafter layer-skip:layers=0,2 --draft-length 6 --confidence 0.3 "
+        "--draft mxfp4:draft_length=2,activation=a8,share_cache=true"
+    )
+    made = make_drafter(
+        read_drafter(parser.parse_args(options.split())), load_target("tiny", None, 128)
+    )
+    assert isinstance(made, specjax.MultiLevel)
+    inner = made.inner
+    assert isinstance(inner, specjax.DraftModel)
+    assert (inner.draft_length, inner.activation, inner.share_cache) == (2, "a8", True)
+    assert inner.confidence == 0.3  # what is given for all of them
+    assert made.outer == specjax.LayerSkip((0, 2), 6, confidence=0.3)
 
 
 def test_one_line_per_command(capsys) -> None:
@@ -276,16 +291,16 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
             "drafter must be one of auto, autoregressive, qspec",
         ),
         (
-            ["generate", "x", "--drafter", "ngram", "--draft-option", "window=2"],
+            ["generate", "x", "--drafter", "ngram:window=2"],
             "ngram takes draft_length, ngram; got 'window'",
         ),
         (
-            ["generate", "x", "--drafter", "spectra", "--draft-option", "window=two"],
+            ["generate", "x", "--drafter", "spectra:window=two"],
             "window of spectra must be an integer, got 'two'",
         ),
         (
-            ["generate", "x", "--draft-length", "2", "--draft-option", "draft-length=3"],
-            "draft_length is given twice",
+            ["generate", "x", "--drafter", "qspec:draft-length=3", "--draft-length", "2"],
+            "--drafter qspec:draft-length=3 and --draft-length both give draft_length",
         ),
         (["generate", "x", "--draft-lm-head"], "--draft-lm-head goes with --draft"),
         (
@@ -294,6 +309,11 @@ def test_quantize_with_calibration_text(capsys, tmp_path) -> None:
         ),
         (["generate", "x", "--drafter", "layer-skip"], "needs --layers"),
         (["generate", "x", "--drafter", "layer-skip", "--layers", "0,99"], "layers must be in 0 …"),
+        (
+            ["generate", "x", "--drafter", "draft-model", "--draft", "mxfp4:layers=2"],
+            "--draft mxfp4:layers=2: a model takes draft_length, activation, share_cache, "
+            "confidence, schedule, window; got 'layers'",
+        ),
         (["generate", "x", "--draft-length", "3,2"], "--draft-length must be one number or one"),
         (
             ["generate", "x", "--drafter", "draft-model", "--draft", "gguf"],
