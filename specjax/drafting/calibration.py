@@ -14,13 +14,16 @@ import math
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.cpu.sources import digest
+from pallas_kernels.settings import own_settings
 from specjax.drafting.auto import WIDTHS, Auto, Costs
 from specjax.drafting.qspec import QSpec
 from specjax.files.machine import machine
@@ -28,6 +31,7 @@ from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
+from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Stats
 from specjax.speculation.timing import Timed, relative, seconds, verify_repeatedly
 from specjax.version import __version__
@@ -35,14 +39,26 @@ from specjax.version import __version__
 _LEAST_BYTES = 32_000_000  # a smaller model is decoded faster than it is measured
 # Tokens in the cache while passes are timed: never more than a decode's own.
 _CONTEXTS = (128, 512, 2048, 4096, 8192, 16384, 32768, 65536)
-_WINDOW = 512  # of the model's own drafts
+_OWN = QSpec(WIDTHS[-1], window=512)  # drafts with the model's cheap reading
+_NEVER = 1e-30  # probability that a draft's token hardly falls below
 _TURNS = 5
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
+
+
+class Point(NamedTuple):
+    """What is decoded: rows at a time, bits per entry of the KV cache, tokens of a prompt, and
+    whether tokens are drawn."""
+
+    rows: int
+    cache_bits: int = 16
+    context: int = _CONTEXTS[0]
+    sampled: bool = False
+
 
 _log = logging.getLogger(__name__)
 _measured: dict[str, Costs] = {}  # by description, in this process
 # Describing a model takes a while, so its costs are also found by the object.
-_of_model: dict[tuple[int, int, int, int], tuple[weakref.ref[Params], Costs]] = {}
+_of_model: dict[tuple[int, Point], tuple[weakref.ref[Params], Costs]] = {}
 
 
 def settled(
@@ -52,6 +68,7 @@ def settled(
     cache_bits: int,
     activation: Activation,
     context: int,
+    sampled: bool,
 ) -> Auto:
     """Returns the drafter with costs, and with the model's cheap reading where it may pay.
 
@@ -62,34 +79,45 @@ def settled(
       cache_bits: bits per entry of the KV cache.
       activation: precision of the target; the model's own drafts need a cheaper one.
       context: tokens of a prompt.
+      sampled: whether tokens are drawn.
     """
     if drafter.costs is not None:
         return drafter
-    costs = costs_of(params, rows, cache_bits, context)
+    costs = costs_of(params, rows, cache_bits, context, sampled)
     draft = drafter.draft
-    if draft is None and params.quantized and activation == "a16":
-        draft = QSpec(WIDTHS[-1], window=_WINDOW) if _may_pay(costs) else None
+    if draft is None and params.quantized and activation == "a16" and _may_pay(costs):
+        draft = _OWN
     return dataclasses.replace(drafter, costs=costs, draft=draft)
 
 
-def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]) -> Costs:
+def costs_of(
+    params: Params,
+    rows: int,
+    cache_bits: int = 16,
+    context: int = _CONTEXTS[0],
+    sampled: bool = False,
+) -> Costs:
     """Returns the costs of passes over a batch: measured before, measured now, or estimated.
 
     A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
     measured before are estimated.
     """
-    rows, context = _like(rows), _like_context(params, context)
-    place = id(params), rows, cache_bits, context
+    at = Point(_like(rows), cache_bits, _like_context(params, context), sampled)
+    place = id(params), at
     known = _of_model.get(place)
     if known is not None and known[0]() is params:
         return known[1]
-    costs = _find_costs(params, rows, cache_bits, context)
+    costs = _find_costs(params, at)
     _of_model[place] = weakref.ref(params, lambda _: _of_model.pop(place, None)), costs
     return costs
 
 
 def calibrate(
-    params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]
+    params: Params,
+    rows: int,
+    cache_bits: int = 16,
+    context: int = _CONTEXTS[0],
+    sampled: bool = False,
 ) -> Costs:
     """Measures the costs of passes over a batch anew, and keeps them in place of older ones.
 
@@ -98,6 +126,7 @@ def calibrate(
       rows: the batch size; up to the next power of two, batch sizes share a measurement.
       cache_bits: bits per entry of the KV cache.
       context: tokens of a prompt; from one of `_CONTEXTS` up to the next, they share a measurement.
+      sampled: whether tokens are drawn, which takes time too.
 
     Raises ValueError for a model whose costs are estimated.
     """
@@ -108,9 +137,8 @@ def calibrate(
             f"params must have at least {_LEAST_BYTES} bytes, got {params.nbytes}: costs of a "
             "smaller model are estimated"
         )
-    rows, context = _like(rows), _like_context(params, context)
-    described = _description(params, rows, cache_bits, context)
-    costs = _measure(params, rows, cache_bits, context, described)
+    at = Point(_like(rows), cache_bits, _like_context(params, context), sampled)
+    costs = _measure(params, at, _description(params, at))
     _of_model.clear()
     return costs
 
@@ -126,26 +154,26 @@ def _like_context(params: Params, context: int) -> int:
     return min(shorter, params.config.max_position_embeddings - 2 * WIDTHS[-1])
 
 
-def _find_costs(params: Params, rows: int, cache_bits: int, context: int) -> Costs:
+def _find_costs(params: Params, at: Point) -> Costs:
     if params.mesh is not None or params.nbytes < _LEAST_BYTES:
-        return Costs.usual(rows)
-    described = _description(params, rows, cache_bits, context)
+        return Costs.usual(at.rows)
+    described = _description(params, at)
     name = _name(described)
     if name not in _measured:
         place = kept_files("costs")
         found = None if place is None else _read(place / f"{name}.json", described)
         if found is None:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
-                return Costs.usual(rows)
+                return Costs.usual(at.rows)
             _log.info("measuring once what drafting costs on this machine: a few seconds")
-            return _measure(params, rows, cache_bits, context, described)
+            return _measure(params, at, described)
         _measured[name] = found
     return _measured[name]
 
 
-def _measure(params: Params, rows: int, cache_bits: int, context: int, described: str) -> Costs:
+def _measure(params: Params, at: Point, described: str) -> Costs:
     """Measures costs, and keeps them in this process and on disk."""
-    costs, name = measure_costs(params, rows, cache_bits, context), _name(described)
+    costs, name = measure_costs(params, at), _name(described)
     _measured[name] = costs
     place = kept_files("costs")
     if place is not None:
@@ -157,26 +185,39 @@ def _name(described: str) -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
-def measure_costs(
-    params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]
-) -> Costs:
+def measure_costs(params: Params, at: Point) -> Costs:
     """Times the passes that `Auto` chooses among, in turns; a few seconds."""
-    holder = [_state(params, rows, cache_bits, context)]
+    holder = [_state(params, at)]
 
-    def timer(drafts: int, activation: Activation, window: int | None = None) -> partial[float]:
+    def verification(drafts: int) -> partial[float]:
         def program(state: DecodeState, repeats: int) -> Timed:
-            state = dataclasses.replace(state, cache=state.cache.with_window(window))
-            timed: Timed = verify_repeatedly(params, state, repeats, drafts, activation, None)
+            timed: Timed = verify_repeatedly(params, state, repeats, drafts, "a16", None)
             return timed
 
         return partial(seconds, program, holder)
 
-    timers = [timer(width, "a16") for width in WIDTHS]
+    timers = [verification(width) for width in WIDTHS]
     if params.quantized:
-        timers.append(timer(0, "a8", _WINDOW))
+        timers.append(partial(seconds, partial(_draft_repeatedly, params), holder))
     [costs], _ = relative([timers], _TURNS)
-    draft = costs[len(WIDTHS)] if params.quantized else 1.0
+    draft = costs[len(WIDTHS)] / _OWN.draft_length if params.quantized else 1.0
     return Costs(np.array(costs[: len(WIDTHS)], np.float32), np.float32(draft))
+
+
+@partial(jax.jit, donate_argnames="state")
+@own_settings()
+def _draft_repeatedly(params: Params, state: DecodeState, repeats: int) -> Timed:
+    """Drafts with the model as `Auto` does, but never stops before the drafter's length."""
+    level = _OWN.init(params, state, width=0)
+
+    def one_draft(_: jax.Array, carry: Timed) -> Timed:
+        state, total = carry
+        drafted, cache = _OWN.draft(params, _OWN.enter(level, state), None, _NEVER, coupled=True)
+        _, cache = _OWN.leave(level, state, cache, state.lengths)
+        return dataclasses.replace(state, cache=cache), total + jnp.sum(drafted.tokens)
+
+    carry: Timed = lax.fori_loop(0, repeats, one_draft, (state, jnp.int32(0)))
+    return carry
 
 
 def _may_pay(costs: Costs) -> bool:
@@ -188,29 +229,29 @@ def _may_pay(costs: Costs) -> bool:
     )
 
 
-def _state(params: Params, rows: int, cache_bits: int, context: int) -> DecodeState:
+def _state(params: Params, at: Point) -> DecodeState:
     """A state in the middle of decoding; what its tokens are does not matter to time."""
-    capacity = context + 2 * WIDTHS[-1]
-    cache = KVCache.create(params.config, rows, capacity, cache_bits, params.num_kv_heads)
-    lengths = jnp.full(rows, context, jnp.int32)
+    rows, capacity = at.rows, at.context + 2 * WIDTHS[-1]
+    cache = KVCache.create(params.config, rows, capacity, at.cache_bits, params.num_kv_heads)
+    lengths = jnp.full(rows, at.context, jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
-        prompts=jnp.full(rows, context, jnp.int32),
+        prompts=lengths,
         lengths=lengths,
         limits=lengths + WIDTHS[-1],
         finished=jnp.zeros(rows, bool),
         failed=jnp.zeros(rows, bool),
         cache=cache.with_lengths(lengths - 1),
-        keys=None,
+        keys=jax.random.split(jax.random.key(0), rows) if at.sampled else None,
         draft=None,
         stats=Stats.zeros(rows),
-        sampling=None,
+        sampling=Sampling().per_row(rows) if at.sampled else None,
         stop_tokens=(),
         vocab_size=params.config.vocab_size,
     )
 
 
-def _description(params: Params, rows: int, cache_bits: int, context: int) -> str:
+def _description(params: Params, at: Point) -> str:
     """All that costs depend on, as text."""
     leaves, structure = jax.tree.flatten(params)
     shapes = " ".join(f"{leaf.dtype}{leaf.shape}" for leaf in leaves)
@@ -219,9 +260,7 @@ def _description(params: Params, rows: int, cache_bits: int, context: int) -> st
         "kernels": digest(),
         "machine": machine(),
         "model": hashlib.sha256(f"{structure} {shapes}".encode()).hexdigest(),
-        "rows": rows,
-        "cache_bits": cache_bits,
-        "context": context,
+        **at._asdict(),
     })  # fmt: skip
 
 
