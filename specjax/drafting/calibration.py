@@ -236,7 +236,7 @@ def _state(params: Params, at: Point) -> DecodeState:
     lengths = jnp.full(rows, at.context, jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
-        prompts=lengths,
+        prompts=jnp.full_like(lengths, at.context),  # another buffer: the state is donated
         lengths=lengths,
         limits=lengths + WIDTHS[-1],
         finished=jnp.zeros(rows, bool),
