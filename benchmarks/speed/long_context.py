@@ -61,9 +61,7 @@ def main() -> int:
             f"QSpec({options.length}), window {window}": QSpec(options.length, window=window)
             for window in WINDOWS
         },
-        "Auto": settled(
-            specjax.Auto(), params, options.batch, 16, "a16", options.context, sampled=False
-        ),
+        "Auto": settled(specjax.Auto(), params, options.batch, 16, "a16", options.context),
     }
     prompts = list(_prompts(options.data, options.context, options.prompts))
     batches = [prompts[i : i + options.batch] for i in range(0, len(prompts), options.batch)]

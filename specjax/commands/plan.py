@@ -129,8 +129,6 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=integer, action="append", metavar="N", help=help_)
     help_ = "tokens of a prompt; 128 if left out"
     parser.add_argument("--prompt", type=integer, default=128, metavar="N", help=help_)
-    help_ = "measure what sampled decoding costs; greedy decoding if left out"
-    parser.add_argument("--sampled", action="store_true", help=help_)
 
 
 def _add_longest(parser: argparse.ArgumentParser) -> None:
@@ -293,10 +291,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     if options.prompt < 1:
         raise ValueError(f"--prompt must be at least 1, got {options.prompt}")
     params = chosen_target(options).params
-    found = [
-        (rows, calibrate(params, rows, options.cache_bits, options.prompt, options.sampled))
-        for rows in sizes
-    ]
+    found = [(rows, calibrate(params, rows, options.cache_bits, options.prompt)) for rows in sizes]
     rows = [
         {"rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
         for rows, costs in found

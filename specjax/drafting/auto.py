@@ -124,7 +124,8 @@ class Auto(Drafter):
         machine, or estimated for small models and inside `jax.jit`.
     draft: what drafts with the model, on the target's own KV cache: QSpec or LayerSkip; None: QSpec
         where the weights have a cheap reading and it may pay. Its drafts end with the first token
-        of a smaller probability than 0.6, or than its own `confidence`.
+        of a smaller probability than 0.6, or than its own `confidence`, or where one more would
+        cost more than it gains.
     memory: texts to draft from beside the row's own; rows add theirs while they are decoded. None:
         for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
         elsewhere none. Not for a model that is divided over a mesh.
@@ -245,11 +246,20 @@ class Auto(Drafter):
         return draft.own.after(drafted, verified.accepted, took, self._assumed(rows))
 
     def _assumed(self, rows: int) -> Yields:
-        """The yields of the model's drafts before any: those of the length that gains the most."""
+        """The yields of the model's drafts before any: those of the longest that it makes."""
+        most = self._longest(rows)
+        kept = running_sums(_OF_MODEL ** jnp.arange(1, WIDTHS[-1] + 1))
+        return Yields.create(rows, kept[most - 1], self._time(most, rows))
+
+    def _longest(self, rows: int) -> jax.Array:
+        """The length of the model's drafts that gains the most where nearly all are kept, int32[].
+
+        A token more costs a pass of the draft and a wider verification. In a large batch that is
+        soon more than the token is worth, however sure the model is of it.
+        """
         lengths = jnp.arange(1, WIDTHS[-1] + 1)
-        kept, took = running_sums(_OF_MODEL**lengths), self._time(lengths, rows)
-        best = jnp.argmax((1 + kept) / took)
-        return Yields.create(rows, kept[best], took[best])
+        gained = 1 + running_sums(_OF_MODEL**lengths)
+        return lengths[jnp.argmax(gained / self._time(lengths, rows))]
 
     def _time(self, drafts: jax.Array, rows: int) -> jax.Array:
         """The times of rounds with so many drafts of the model, int32[…] -> f32[…]."""
@@ -300,7 +310,7 @@ class Auto(Drafter):
             _, text, cache = carry
             level = drafter.enter(state.draft.model, dataclasses.replace(state, cache=cache))
             room = jnp.maximum(state.limits - state.lengths - 1, 1)
-            wanted = jnp.minimum(drafter.draft_length, room)
+            wanted = jnp.minimum(self._longest(len(room)), room)
             drafted, cache = drafter.draft(
                 drafter.model(params), level, wanted, _SURE, coupled=True
             )

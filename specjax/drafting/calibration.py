@@ -31,7 +31,6 @@ from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
-from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Stats
 from specjax.speculation.timing import Timed, relative, seconds, verify_repeatedly
 from specjax.version import __version__
@@ -46,13 +45,11 @@ _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 
 
 class Point(NamedTuple):
-    """What is decoded: rows at a time, bits per entry of the KV cache, tokens of a prompt, and
-    whether tokens are drawn."""
+    """What is decoded: rows at a time, bits per entry of the KV cache, and tokens of a prompt."""
 
     rows: int
     cache_bits: int = 16
     context: int = _CONTEXTS[0]
-    sampled: bool = False
 
 
 _log = logging.getLogger(__name__)
@@ -68,7 +65,6 @@ def settled(
     cache_bits: int,
     activation: Activation,
     context: int,
-    sampled: bool,
 ) -> Auto:
     """Returns the drafter with costs, and with the model's cheap reading where it may pay.
 
@@ -79,30 +75,23 @@ def settled(
       cache_bits: bits per entry of the KV cache.
       activation: precision of the target; the model's own drafts need a cheaper one.
       context: tokens of a prompt.
-      sampled: whether tokens are drawn.
     """
     if drafter.costs is not None:
         return drafter
-    costs = costs_of(params, rows, cache_bits, context, sampled)
+    costs = costs_of(params, rows, cache_bits, context)
     draft = drafter.draft
     if draft is None and params.quantized and activation == "a16" and _may_pay(costs):
         draft = _OWN
     return dataclasses.replace(drafter, costs=costs, draft=draft)
 
 
-def costs_of(
-    params: Params,
-    rows: int,
-    cache_bits: int = 16,
-    context: int = _CONTEXTS[0],
-    sampled: bool = False,
-) -> Costs:
+def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]) -> Costs:
     """Returns the costs of passes over a batch: measured before, measured now, or estimated.
 
     A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
     measured before are estimated.
     """
-    at = Point(_like(rows), cache_bits, _like_context(params, context), sampled)
+    at = Point(_like(rows), cache_bits, _like_context(params, context))
     place = id(params), at
     known = _of_model.get(place)
     if known is not None and known[0]() is params:
@@ -113,11 +102,7 @@ def costs_of(
 
 
 def calibrate(
-    params: Params,
-    rows: int,
-    cache_bits: int = 16,
-    context: int = _CONTEXTS[0],
-    sampled: bool = False,
+    params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]
 ) -> Costs:
     """Measures the costs of passes over a batch anew, and keeps them in place of older ones.
 
@@ -126,7 +111,6 @@ def calibrate(
       rows: the batch size; up to the next power of two, batch sizes share a measurement.
       cache_bits: bits per entry of the KV cache.
       context: tokens of a prompt; from one of `_CONTEXTS` up to the next, they share a measurement.
-      sampled: whether tokens are drawn, which takes time too.
 
     Raises ValueError for a model whose costs are estimated.
     """
@@ -137,7 +121,7 @@ def calibrate(
             f"params must have at least {_LEAST_BYTES} bytes, got {params.nbytes}: costs of a "
             "smaller model are estimated"
         )
-    at = Point(_like(rows), cache_bits, _like_context(params, context), sampled)
+    at = Point(_like(rows), cache_bits, _like_context(params, context))
     costs = _measure(params, at, _description(params, at))
     _of_model.clear()
     return costs
@@ -242,10 +226,10 @@ def _state(params: Params, at: Point) -> DecodeState:
         finished=jnp.zeros(rows, bool),
         failed=jnp.zeros(rows, bool),
         cache=cache.with_lengths(lengths - 1),
-        keys=jax.random.split(jax.random.key(0), rows) if at.sampled else None,
+        keys=None,
         draft=None,
         stats=Stats.zeros(rows),
-        sampling=Sampling().per_row(rows) if at.sampled else None,
+        sampling=None,
         stop_tokens=(),
         vocab_size=params.config.vocab_size,
     )

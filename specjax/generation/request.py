@@ -136,10 +136,7 @@ class Request:
         self.drafter.validate(params, width + self.max_new_tokens)
         drafter = self.drafter
         if isinstance(drafter, Auto):
-            drafter = settled(
-                drafter, params, rows, self.cache_bits, self.activation, width,
-                sampled=self.sampling is not None,
-            )  # fmt: skip
+            drafter = settled(drafter, params, rows, self.cache_bits, self.activation, width)
         return dataclasses.replace(self, drafter=drafter, cache_capacity=capacity)
 
     def sharing(self, params: Params) -> Request:

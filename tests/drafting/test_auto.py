@@ -235,23 +235,21 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
 ) -> None:
     monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
     monkeypatch.setattr(calibration, "kept_files", lambda kind: tmp_path)
-    times: list[tuple[int, int, bool]] = []
+    times: list[tuple[int, int]] = []
 
     def measured(params: specjax.Params, at: calibration.Point) -> Costs:
-        times.append((at.rows, at.context, at.sampled))
+        times.append((at.rows, at.context))
         return FREE
 
-    def found(rows: int, context: int = 100, sampled: bool = False) -> Costs:
+    def found(rows: int, context: int = 100) -> Costs:
         monkeypatch.setattr(calibration, "_measured", {})
         monkeypatch.setattr(calibration, "_of_model", {})
-        return calibration.costs_of(PARAMS, rows, context=context, sampled=sampled)
+        return calibration.costs_of(PARAMS, rows, context=context)
 
     monkeypatch.setattr(calibration, "measure_costs", measured)
     for rows, context in ((3, 1), (4, 128), (4, 300), (5, 5000), (8, 10**6)):
         np.testing.assert_array_equal(found(rows, context).passes, FREE.passes)
-    found(4, sampled=True)
-    # The model has 512 positions.
-    assert times == [(4, 128, False), (8, 498, False), (4, 128, True)]
+    assert times == [(4, 128), (8, 498)]  # the model has 512 positions
     files = sorted(tmp_path.iterdir())
     whole = [json.loads(file.read_text()) for file in files]
     for text in ("", "[]", json.dumps(whole[0] | {"passes": [1, 2]}),
@@ -261,15 +259,14 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
             file.write_text(text)
         times.clear()
         found(4), found(8, 5000)
-        assert times == [(4, 128, False), (8, 498, False)], text
+        assert times == [(4, 128), (8, 498)], text
 
 
 @pytest.mark.exhaustive
 def test_passes_are_timed_and_nothing_is_inside_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sampled in (False, True):
-        found = calibration.measure_costs(PARAMS, calibration.Point(2, sampled=sampled))
-        assert found.passes.shape == (4,) and found.passes[0] == 1
-        assert (found.passes > 0).all() and found.draft > 0
+    found = calibration.measure_costs(PARAMS, calibration.Point(2))
+    assert found.passes.shape == (4,) and found.passes[0] == 1
+    assert (found.passes > 0).all() and found.draft > 0
     monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
     monkeypatch.setattr(calibration, "_measured", {})
     monkeypatch.setattr(calibration, "_of_model", {})
