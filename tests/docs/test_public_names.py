@@ -39,7 +39,8 @@ def test_no_function_hides_a_module(package: ModuleType) -> None:
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         holder, _, name = found.name.rpartition(".")
         if name != "_native":  # the C++ library, which Python does not import
-            assert getattr(import_module(holder), name) is import_module(found.name)
+            module = import_module(found.name)
+            assert getattr(import_module(holder), name) is module
 
 
 @pytest.mark.parametrize(
