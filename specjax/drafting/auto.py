@@ -52,6 +52,7 @@ _OF_MODEL = 0.9  # the model's acceptance before any is seen
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
+_LAST_COUNTS = 4  # how much more the rows count that have most tokens to come
 _PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
@@ -283,18 +284,18 @@ class Auto(Drafter):
         return text, Guess(found.tokens, kinds, counts)
 
     def _plan(self, state: DecodeState, guess: Guess, room: jax.Array) -> _Plan:
-        """Chooses the source and the length that promise the batch the most tokens per second."""
+        """Chooses the source and the length that bring the batch to its end the soonest."""
         costs = self._costs(state.tokens.shape[0])
-        running = ~state.finished
+        weights, running = _weights(state), ~state.finished
         widths = jnp.array(WIDTHS)
         gains = state.draft.rates.gains(guess)[:, widths]
-        speeds = jnp.sum(running[:, None] * gains, axis=0) / costs.passes
+        speeds = jnp.sum(weights[:, None] * gains, axis=0) / costs.passes
         speeds = speeds / jnp.where(widths > 0, _MARGIN, 1.0)
         text = jnp.minimum(guess.counts, widths[jnp.argmax(speeds)])
         if self.draft is None:
             return _Plan(text, jnp.bool_(False))
         kept, took = state.draft.own.a_round()
-        gains = jnp.sum(running * (1 + jnp.minimum(kept, room)))
+        gains = jnp.sum(weights * (1 + jnp.minimum(kept, room)))
         own_speed = gains * jnp.sum(running) / jnp.sum(running * took) / _MARGIN
         own = own_speed > jnp.max(speeds)
         return _Plan(jnp.where(own, 0, text), own)
@@ -333,6 +334,20 @@ class Auto(Drafter):
 def _due(idle: jax.Array) -> jax.Array:
     """Whether a batch looks for drafts after so many rounds without any, int32[] -> bool[]."""
     return (idle < _PATIENCE) | (idle % _PAUSE == 0)
+
+
+def _weights(state: DecodeState) -> jax.Array:
+    """What a token of each row is worth to the batch, f32[B]; nothing in a finished row.
+
+    A batch whose rows are not replaced ends with its last row: a row that is ahead of the others
+    gains nothing by more drafts. Rows that share a memory are replaced when they end, and their
+    tokens are worth the same.
+    """
+    running = (~state.finished).astype(jnp.float32)
+    if state.shared is not None:
+        return running
+    left = running * (state.limits - state.lengths)
+    return running * (left / jnp.maximum(jnp.max(left), 1)) ** _LAST_COUNTS
 
 
 def _kind(match: Match) -> jax.Array:
