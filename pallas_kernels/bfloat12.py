@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, UInt16
 
 from pallas_kernels.arrays import TILE, Arrays
 
@@ -70,7 +71,7 @@ class Bfloat12Weight(Arrays):
 
 
 def bfloat12(
-    bits: jax.Array | np.ndarray, most_escapes: float = MOST_ESCAPES
+    bits: UInt16[Array | np.ndarray, "N K"], most_escapes: float = MOST_ESCAPES
 ) -> tuple[Bfloat12Weight | None, int]:
     """Encodes a bfloat16 matrix.
 
@@ -105,7 +106,7 @@ def with_room(weight: Bfloat12Weight, count: int) -> Bfloat12Weight:
     return dataclasses.replace(weight, escapes=escapes)
 
 
-def some_bits(weight: Bfloat12Weight, indices: jax.Array) -> jax.Array:
+def some_bits(weight: Bfloat12Weight, indices: Int[Array, " R"]) -> UInt16[Array, "R K"]:
     """Decodes rows of a weight.
 
     Args:

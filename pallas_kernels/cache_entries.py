@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 CACHE_BITS = (16, 8, 4)
 
@@ -51,7 +52,9 @@ class QuantizedEntries:
 
 
 Entries = jax.Array | QuantizedEntries  # float32, or uint16 holding bfloat16 bits
-Place = tuple[jax.Array, jax.Array]  # a row and a layer, int32[] each
+Unquantized = Float32[Array, "B L S K E"] | UInt16[Array, "B L S K E"]  # of all layers
+Cached = Unquantized | QuantizedEntries
+Place = tuple[Int32[Array, ""] | int, Int32[Array, ""] | int]  # a row and a layer
 
 
 def empty_entries(shape: tuple[int, ...], dtype: str, bits: int) -> Entries:
@@ -70,8 +73,12 @@ def empty_entries(shape: tuple[int, ...], dtype: str, bits: int) -> Entries:
 
 
 def write_entries(
-    entries: Entries, rows: jax.Array, layer: jax.Array | int, slots: jax.Array, new: jax.Array
-) -> Entries:
+    entries: Cached,
+    rows: Int32[Array, "B 1"],
+    layer: Int32[Array, ""] | int,
+    slots: Int32[Array, "B T"],
+    new: Float[Array, "B T K E"],
+) -> Cached:
     """Writes new: bf16 or f32[B, T, K, E] at [rows, layer, slots]. Drops slots past the last."""
     if isinstance(entries, QuantizedEntries):
         parts: Entries = quantize_entries(new, entries.bits)
@@ -88,11 +95,11 @@ def write_entries(
 
 
 def write_after(
-    cached: tuple[Entries, Entries],
-    lengths: jax.Array,
-    layer: jax.Array | int,
-    new: tuple[jax.Array, jax.Array],
-) -> tuple[Entries, Entries]:
+    cached: tuple[Cached, Cached],
+    lengths: Int32[Array, " B"],
+    layer: Int32[Array, ""] | int,
+    new: tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]],
+) -> tuple[Cached, Cached]:
     """Writes T new keys and values per row to the slots lengths … lengths + T - 1.
 
     Args:
@@ -106,7 +113,9 @@ def write_after(
     return write_entries(cached[0], *place, new[0]), write_entries(cached[1], *place, new[1])
 
 
-def read_block(entries: Entries, place: Place, start: jax.Array, size: int) -> jax.Array:
+def read_block(
+    entries: Cached, place: Place, start: Int32[Array, ""] | int, size: int
+) -> Float32[Array, "{size} K E"]:
     """Reads slots start … start + size - 1 of one row and layer: f32[size, K, E]."""
 
     def cut(part: jax.Array) -> jax.Array:
@@ -117,14 +126,17 @@ def read_block(entries: Entries, place: Place, start: jax.Array, size: int) -> j
     return _values(jax.tree.map(cut, entries))
 
 
-def read_slots(entries: Entries, place: Place, slots: jax.Array) -> jax.Array:
+def read_slots(entries: Cached, place: Place, slots: Int32[Array, " N"]) -> Float32[Array, "N K E"]:
     """Reads the given slots of one row and layer: int32[N] -> f32[N, K, E]."""
     return _values(jax.tree.map(lambda part: part[*place, slots], entries))
 
 
 def move_entries(
-    entries: Entries, rows: jax.Array, sources: jax.Array, targets: jax.Array
-) -> Entries:
+    entries: Cached,
+    rows: Int32[Array, "B 1"],
+    sources: Int32[Array, "B N"],
+    targets: Int32[Array, "B N"],
+) -> Cached:
     """Copies [rows, sources] to [rows, targets] in every layer. Drops targets past the last slot.
 
     Args:
@@ -152,7 +164,7 @@ def _values(entries: Entries) -> jax.Array:
     return entries.astype(jnp.float32)
 
 
-def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
+def quantize_entries(x: Float[Array, "*slots K E"], bits: int) -> QuantizedEntries:
     """Rounds every head's vector to its own asymmetric grid, which contains zero.
 
     A vector whose scale would be subnormal in float32 becomes zeros.
@@ -177,7 +189,7 @@ def quantize_entries(x: jax.Array, bits: int) -> QuantizedEntries:
     return QuantizedEntries(codes, scales, zeros.astype(jnp.uint8), bits)
 
 
-def dequantize_entries(entries: QuantizedEntries) -> jax.Array:
+def dequantize_entries(entries: QuantizedEntries) -> Float32[Array, "*slots K E"]:
     """The values that entries stand for: f32[..., K, E]."""
     codes = entries.codes
     if entries.bits == 4:

@@ -24,6 +24,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int8, Int32, UInt8
 
 from pallas_kernels.arrays import Arrays
 from pallas_kernels.bfloat12 import Bfloat12Weight
@@ -202,7 +203,9 @@ def has_cheap_reading(weight: Weight) -> bool:
     return isinstance(weight, Quantized | Nested)
 
 
-def plain_weight(values: jax.Array) -> jax.Array | Bfloat16Weight:
+def plain_weight(
+    values: Float[Array, "*L N K"],
+) -> Float[Array, "*L N K"] | Bfloat16Weight:
     """Converts an unquantized matrix to the form that kernels read.
 
     Args:
@@ -236,7 +239,7 @@ def check_group_size(group_size: int | None) -> None:
 
 @jax.jit
 @own_settings()
-def pack(q: jax.Array) -> jax.Array:
+def pack(q: Int8[Array, "N K"]) -> UInt8[Array, " N -(-K//256)*128"]:
     """Packs integers in -8 … 7: int8[N, K] -> uint8[N, ceil(K / 256) · 128]."""
     n, k = q.shape
     q = jnp.pad(q, ((0, 0), (0, padded_inputs(k) - k)))
@@ -244,13 +247,13 @@ def pack(q: jax.Array) -> jax.Array:
     return (planes[:, :, 0] | planes[:, :, 1] << 4).reshape(n, -1)
 
 
-def nibbles(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def nibbles(packed: UInt8[Array, "N P"]) -> tuple[Int8[Array, "N P"], Int8[Array, "N P"]]:
     """The integers of the low and of the high nibbles: uint8[N, P] -> int8[N, P] twice."""
     signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
     return signed << 4 >> 4, signed >> 4
 
 
-def unpack(packed: jax.Array) -> jax.Array:
+def unpack(packed: UInt8[Array, "N P"]) -> Int8[Array, "N 2*P"]:
     """Inverts `pack`, but keeps the padding: uint8[N, P] -> int8[N, 2 · P]."""
     n = packed.shape[0]
     planes = (plane.reshape(n, -1, PLANE) for plane in nibbles(packed))
@@ -258,12 +261,12 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 
 def int4_from_integers(
-    q: jax.Array,
-    scales: jax.Array,
+    q: Int8[Array, "N K"],
+    scales: Float[Array, "N G"],
     group_size: int | None = 128,
-    zeros: jax.Array | None = None,
-    order: jax.Array | None = None,
-    minima: jax.Array | None = None,
+    zeros: Int8[Array, "N G"] | None = None,
+    order: Int32[Array, " K"] | None = None,
+    minima: Float[Array, "N G"] | None = None,
 ) -> Int4Weight:
     """Builds an `Int4Weight` from integers and their groups' scales and zeros or minima.
 
@@ -285,12 +288,12 @@ def int4_from_integers(
 
 
 def int8_from_integers(
-    q: jax.Array,
-    scales: jax.Array,
+    q: Int8[Array, "N K"],
+    scales: Float[Array, "N G"],
     group_size: int | None = None,
-    zeros: jax.Array | None = None,
-    order: jax.Array | None = None,
-    minima: jax.Array | None = None,
+    zeros: Int8[Array, "N G"] | None = None,
+    order: Int32[Array, " K"] | None = None,
+    minima: Float[Array, "N G"] | None = None,
 ) -> Int8Weight:
     """Builds an `Int8Weight` from integers and their groups' scales and zeros or minima.
 
@@ -312,7 +315,7 @@ def int8_from_integers(
     return Int8Weight(q, scales, k, group_size, zeros, order, minima=minima)
 
 
-def mxfp4_from_codes(codes: jax.Array, scales: jax.Array) -> Mxfp4Weight:
+def mxfp4_from_codes(codes: UInt8[Array, "N K"], scales: UInt8[Array, "N G"]) -> Mxfp4Weight:
     """Builds an `Mxfp4Weight` from E2M1 codes and E8M0 scales.
 
     Args:
@@ -378,7 +381,7 @@ def _padded_groups(
     return jnp.pad(values, ((0, 0), (0, missing)), constant_values=padding)
 
 
-def integers(weight: Quantized) -> jax.Array:
+def integers(weight: Quantized) -> Int8[Array, "N padded"]:
     """The integers of a weight: int8[N, padded K]. For MXFP4 they are twice the E2M1 values."""
     if isinstance(weight, Int8Weight):
         return weight.integers
@@ -386,14 +389,14 @@ def integers(weight: Quantized) -> jax.Array:
     return q if isinstance(weight, Int4Weight) else e2m1_integers(q)
 
 
-def e2m1_integers(codes: jax.Array) -> jax.Array:
+def e2m1_integers(codes: Int8[Array, "*shape"]) -> Int8[Array, "*shape"]:
     """Doubles the values of E2M1 codes that `nibbles` has sign-extended: int8 -> int8."""
     code = codes & 7  # 0 … 7 become 0, 1, 2, 3, 4, 6, 8, 12
     magnitude = jnp.where(code < 2, code, (2 | (code & 1)) << jnp.maximum((code >> 1) - 1, 0))
     return jnp.where(codes < 0, -magnitude, magnitude).astype(jnp.int8)
 
 
-def zero_points(weight: Quantized) -> jax.Array | None:
+def zero_points(weight: Quantized) -> Int8[Array, "N G"] | None:
     """The integers that the values are relative to: int8[N, groups]; None for zero."""
     if isinstance(weight, Mxfp4Weight):
         return None
@@ -402,7 +405,7 @@ def zero_points(weight: Quantized) -> jax.Array | None:
     return jnp.full(weight.minima.shape, weight.smallest, jnp.int8)
 
 
-def group_scales(weight: Quantized) -> jax.Array:
+def group_scales(weight: Quantized) -> Float32[Array, "N G"]:
     """The scales of the groups' `integers`: f32[N, groups]."""
     if not isinstance(weight, Mxfp4Weight):
         return weight.scales.astype(jnp.float32)

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.cache_entries import write_after
+from pallas_kernels.cache_entries import Unquantized, write_after
 from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
@@ -19,15 +20,15 @@ from pallas_kernels.settings import own_settings
 @partial(jax.jit, static_argnames="dtype")
 @own_settings()
 def rotate_and_write(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    cached: tuple[jax.Array, jax.Array],
-    lengths: jax.Array,
-    layer: jax.Array | int,
+    queries: Float32[Array, "B T H E"],
+    keys: Float32[Array, "B T K E"],
+    values: Float32[Array, "B T K E"],
+    rope: tuple[Float32[Array, "B T E//2"], Float32[Array, "B T E//2"]],
+    cached: tuple[Unquantized, Unquantized],
+    lengths: Int32[Array, " B"],
+    layer: Int32[Array, ""] | int,
     dtype: DTypeLike,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[Float[Array, "B T H E"], tuple[Unquantized, Unquantized]]:
     """Rotates queries and keys, and writes keys and values to slots lengths … lengths + T - 1.
 
     Args:

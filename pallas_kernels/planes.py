@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
 
 from pallas_kernels.formats import (
     Int4Weight,
@@ -22,7 +22,7 @@ SMALLEST, LARGEST = -7 * 16 - 8, 7 * 16 + 7
 
 
 def nested_int8_from_integers(
-    q: jax.Array, scales: jax.Array, group_size: int | None = 128
+    q: Int8[Array, "N K"], scales: Float[Array, "N G"], group_size: int | None = 128
 ) -> NestedInt8Weight:
     """Builds a `NestedInt8Weight` from integers of 8 bits.
 

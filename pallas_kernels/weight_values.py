@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.bfloat12 import Bfloat12Weight, some_bits
 from pallas_kernels.formats import (
@@ -24,7 +25,7 @@ from pallas_kernels.planes import joined
 from pallas_kernels.rounding import rounded_product
 
 
-def plain_values(weight: Unquantized | NestedWeight) -> jax.Array:
+def plain_values(weight: Unquantized | NestedWeight) -> Float[Array, " N *K"]:
     """The values of an unquantized weight: bf16 or f32[N, K]. Inverts `formats.plain_weight`.
 
     A nested weight's are those of its exact plane.
@@ -39,7 +40,7 @@ def plain_values(weight: Unquantized | NestedWeight) -> jax.Array:
     return weight
 
 
-def take_rows(weight: Weight, indices: jax.Array) -> jax.Array:
+def take_rows(weight: Weight, indices: Int[Array, "*rows"]) -> Float[Array, "*rows K"]:
     """Takes rows of a matrix, such as token embeddings.
 
     Args:
@@ -56,7 +57,7 @@ def take_rows(weight: Weight, indices: jax.Array) -> jax.Array:
     return values.reshape(*indices.shape, weight.shape[1])
 
 
-def dequantize(weight: Weight) -> jax.Array:
+def dequantize(weight: Weight) -> Float32[Array, "N K"]:
     """Computes the values of a weight, with columns in the order of the model's inputs.
 
     The values are exact for 16-bit scales. Adding minima rounds once.

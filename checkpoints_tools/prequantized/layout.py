@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import Float, Int8, Int32, UInt8
 
 from pallas_kernels.formats import (
     GROUP_SIZES,
@@ -86,7 +87,9 @@ def words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def unpack_integers(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+def unpack_integers(
+    packed: UInt8[np.ndarray, "*rows W"] | Int32[np.ndarray, "*rows W"], bits: int, count: int
+) -> UInt8[np.ndarray, "*rows {count}"]:
     """The unsigned integers in bytes or words, the lowest bits first. [..., W] -> u8[..., count].
 
     bits: 4 or 8.
@@ -98,7 +101,9 @@ def unpack_integers(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     return integers[..., :count]
 
 
-def pack_integers(integers: np.ndarray, bits: int) -> np.ndarray:
+def pack_integers(
+    integers: UInt8[np.ndarray, "*rows count"], bits: int
+) -> Int32[np.ndarray, "*rows words"]:
     """The inverse of `unpack_integers`, in words. u8[..., count] -> i32[..., words]."""
     count = integers.shape[-1]
     padding = words(count, bits) * 32 // bits - count
@@ -108,17 +113,19 @@ def pack_integers(integers: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(padded).view(np.int32)
 
 
-def signed(integers: np.ndarray, bits: int) -> np.ndarray:
+def signed(integers: UInt8[np.ndarray, "*shape"], bits: int) -> Int8[np.ndarray, "*shape"]:
     """u - 2^(bits - 1) modulo 2^8, the library's form of an unsigned integer. u8 -> i8."""
     return (integers - np.uint8(1 << bits - 1)).view(np.int8)
 
 
-def unsigned(integers: np.ndarray, bits: int) -> np.ndarray:
+def unsigned(integers: Int8[np.ndarray, "*shape"], bits: int) -> UInt8[np.ndarray, "*shape"]:
     """The inverse of `signed`. i8 -> u8."""
     return integers.view(np.uint8) + np.uint8(1 << bits - 1)
 
 
-def column_order(group_of_input: np.ndarray, group_size: int | None) -> np.ndarray | None:
+def column_order(
+    group_of_input: Int32[np.ndarray, " K"], group_size: int | None
+) -> Int32[np.ndarray, " K"] | None:
     """The order of the columns that makes the groups consecutive, None if they already are.
 
     Args:
@@ -145,11 +152,11 @@ def column_order(group_of_input: np.ndarray, group_size: int | None) -> np.ndarr
 
 def build(
     bits: int,
-    q: np.ndarray,
-    scales: np.ndarray,
+    q: Int8[np.ndarray, "N K"],
+    scales: Float[np.ndarray, "N G"],
     group_size: int | None,
-    zeros: np.ndarray | None = None,
-    order: np.ndarray | None = None,
+    zeros: Int8[np.ndarray, "N G"] | None = None,
+    order: Int32[np.ndarray, " K"] | None = None,
 ) -> Int4Weight | Int8Weight:
     """The weight made of the integers q.
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
 from checkpoints_tools.quantization.rtn import round_to_nearest
@@ -34,7 +35,7 @@ Rounding = Callable[[jax.Array, InputStatistics], Quantized]
 
 
 def mix_precisions(
-    weight: jax.Array, statistics: InputStatistics, rounding: Rounding
+    weight: Float[Array, "N K"], statistics: InputStatistics, rounding: Rounding
 ) -> Int4Weight:
     """Quantizes a weight: columns of large inputs to 8 bits, the others in ascending order.
 
@@ -75,7 +76,7 @@ def sort_hidden(layer: Layer, statistics: LayerStatistics) -> tuple[Layer, Layer
     return layer, statistics | {"down": statistics["down"].take(order)}
 
 
-def ascending_order(statistics: InputStatistics) -> jax.Array:
+def ascending_order(statistics: InputStatistics) -> Int32[Array, " K"]:
     """int32[K]: the inputs from the smallest E[x²] to the largest, by a stable sort."""
     return jnp.argsort(jnp.diagonal(statistics.second_moment), stable=True).astype(jnp.int32)
 

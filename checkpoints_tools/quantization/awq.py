@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
 from pallas_kernels.formats import Rounded
@@ -65,8 +66,8 @@ def scale_layer(
 
 
 def errors_of_ratios(
-    weight: jax.Array, statistics: InputStatistics, rounding: Rounding
-) -> jax.Array:
+    weight: Float32[Array, "N K"], statistics: InputStatistics, rounding: Rounding
+) -> Float32[Array, " ratios"]:
     """E[|(W - Q(W · diag(s)) / s) x|²] for the scales of every ratio: f32[ratios].
 
     weight: f32[N, K].
@@ -79,7 +80,7 @@ def errors_of_ratios(
     return jnp.stack(errors)
 
 
-def scales_of_ratio(magnitude: jax.Array, ratio: float) -> jax.Array:
+def scales_of_ratio(magnitude: Float32[Array, " K"], ratio: float) -> Float32[Array, " K"]:
     """magnitude^ratio, normalized so that the largest times the smallest scale is 1: f32[K]."""
     scales = jnp.maximum(magnitude**ratio, _FLOOR)
     return scales / jnp.sqrt(jnp.max(scales) * jnp.min(scales))

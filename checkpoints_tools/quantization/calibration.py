@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
 from checkpoints_tools.tokenizer import Tokenizer
@@ -46,11 +47,11 @@ class InputStatistics:
     second_moment: jax.Array
     magnitude: jax.Array
 
-    def take(self, order: jax.Array) -> InputStatistics:
+    def take(self, order: Int32[Array, " K"]) -> InputStatistics:
         """The statistics of x[order]."""
         return InputStatistics(self.second_moment[order][:, order], self.magnitude[order])
 
-    def divided(self, scales: jax.Array) -> InputStatistics:
+    def divided(self, scales: Float32[Array, " K"]) -> InputStatistics:
         """The statistics of x / scales. scales: f32[K], positive."""
         return InputStatistics(
             self.second_moment / (scales[:, None] * scales), self.magnitude / scales
@@ -60,7 +61,7 @@ class InputStatistics:
 LayerStatistics = dict[str, InputStatistics]  # by the names of `LINEARS`
 
 
-def check_tokens(tokens: ArrayLike, config: ModelConfig) -> np.ndarray:
+def check_tokens(tokens: ArrayLike, config: ModelConfig) -> Int32[np.ndarray, "S T"]:
     """`tokens` as int32[S, T]. Raises ValueError if they do not suit the model."""
     array = np.asarray(tokens)
     if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
@@ -83,7 +84,7 @@ def check_tokens(tokens: ArrayLike, config: ModelConfig) -> np.ndarray:
 
 def calibration_tokens(
     text: str, tokenizer: Tokenizer, *, sequences: int = 16, length: int = 512
-) -> np.ndarray:
+) -> Int32[np.ndarray, "{sequences} {length}"]:
     """Takes calibration sequences from a text, evenly spaced and the same every time.
 
     Args:
@@ -113,13 +114,19 @@ def calibration_tokens(
     return np.stack([np.concatenate((first, ids[i : i + size])) for i in starts])
 
 
-def embed(embedding: Weight, tokens: np.ndarray, config: ModelConfig) -> jax.Array:
+def embed(
+    embedding: Weight, tokens: Int[np.ndarray, "S T"], config: ModelConfig
+) -> Float[Array, "S T D"]:
     """The hidden states at the first layer's entrance: [S, T, D] in the model's dtype."""
     return parallel.embed(held(embedding, config.dtype), jnp.asarray(tokens), config)
 
 
 def observe(
-    layer: Layer, hidden: jax.Array, index: int, config: ModelConfig, step: Callable[[], None]
+    layer: Layer,
+    hidden: Float[Array, "S T D"],
+    index: int,
+    config: ModelConfig,
+    step: Callable[[], None],
 ) -> LayerStatistics:
     """The statistics of the inputs of a block's linear layers.
 
@@ -144,8 +151,12 @@ def observe(
 
 
 def advance(
-    layer: Layer, hidden: jax.Array, index: int, config: ModelConfig, step: Callable[[], None]
-) -> jax.Array:
+    layer: Layer,
+    hidden: Float[Array, "S T D"],
+    index: int,
+    config: ModelConfig,
+    step: Callable[[], None],
+) -> Float[Array, "S T D"]:
     """The hidden states at the layer's exit. Arguments as for `observe`; weights in any format."""
     layer, left = hold(layer, config), []
     for sequence in hidden:
@@ -155,7 +166,9 @@ def advance(
     return jnp.stack(left)
 
 
-def observe_head(final_norm: jax.Array, hidden: jax.Array, config: ModelConfig) -> InputStatistics:
+def observe_head(
+    final_norm: Float[Array, " D"], hidden: Float[Array, "S T D"], config: ModelConfig
+) -> InputStatistics:
     """The statistics of the head's input. hidden: [S, T, D], at the last layer's exit."""
     scale, sums = final_norm.astype(config.dtype), _zeros(config.hidden_size)
     for sequence in hidden:

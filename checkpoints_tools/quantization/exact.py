@@ -6,13 +6,14 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight, Weight
 from pallas_kernels.nested import NestedWeight
 
 
-def in_12_bits(name: str, weight: jax.Array) -> Bfloat12Weight | Bfloat16Weight:
+def in_12_bits(name: str, weight: Float[Array, "N K"]) -> Bfloat12Weight | Bfloat16Weight:
     """Encodes a matrix. One with too many escapes stays in 16 bits, and a warning says how many.
 
     Args:
@@ -30,7 +31,7 @@ def in_12_bits(name: str, weight: jax.Array) -> Bfloat12Weight | Bfloat16Weight:
     return Bfloat16Weight(bits)
 
 
-def nested(name: str, weight: jax.Array, draft: Weight) -> NestedWeight:
+def nested(name: str, weight: Float[Array, "N K"], draft: Weight) -> NestedWeight:
     """Joins the exact plane of a matrix with a draft plane of it."""
     assert isinstance(draft, Int4Weight | Mxfp4Weight)
     return NestedWeight(in_12_bits(name, weight), draft)

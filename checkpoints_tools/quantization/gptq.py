@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from checkpoints_tools.quantization.rows import over_rows
 from checkpoints_tools.quantization.rtn import (
@@ -39,8 +40,8 @@ _BLOCK = 128  # columns at a time if a row has one scale
 
 
 def round_by_gptq(
-    weight: jax.Array,
-    second_moment: jax.Array,
+    weight: Float[Array, "N K"],
+    second_moment: Float32[Array, "K K"],
     group_size: int | None = 128,
     *,
     bits: int = 4,
@@ -73,7 +74,9 @@ def round_by_gptq(
     return rounded
 
 
-def inverse_factor(second_moment: jax.Array, damping: float = DAMPING) -> np.ndarray:
+def inverse_factor(
+    second_moment: Float32[Array | np.ndarray, "K K"], damping: float = DAMPING
+) -> Float32[np.ndarray, "K K"]:
     """U of the module's equation for the damped second moment, with a unit diagonal: f32[K, K].
 
     It is computed in float64 on the host. The factor of a nearly singular matrix needs float64,

@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from checkpoints_tools.quantization.rows import over_rows
 from pallas_kernels.formats import MXFP4_GROUP, Mxfp4Weight, mxfp4_from_codes
@@ -26,7 +27,7 @@ _LARGEST_SCALE = 252  # E8M0: 6 times a larger scale would overflow float32
 _NAN = 255  # the E8M0 code of NaN
 
 
-def cast_to_mxfp4(weight: jax.Array, rounding: str = "floor") -> Mxfp4Weight:
+def cast_to_mxfp4(weight: Float[Array, "N K"], rounding: str = "floor") -> Mxfp4Weight:
     """w ≈ e2m1 · 2^(scale - 127).
 
     A group of zeros becomes zeros. A group that holds NaN or infinity becomes NaN as a whole.

@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from checkpoints_tools.quantization.rows import over_rows
 from checkpoints_tools.quantization.rtn import (
@@ -26,7 +27,7 @@ from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 STEPS = 16  # of the 8-bit reading, in one of the 4-bit one
 
 
-def round_nested(weight: jax.Array, group_size: int | None = 128) -> NestedInt8Weight:
+def round_nested(weight: Float[Array, "N K"], group_size: int | None = 128) -> NestedInt8Weight:
     """Rounds a weight to 8 bits in two planes.
 
     Args:

@@ -26,6 +26,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.formats import Bfloat16Weight, Rounded, Weight, plain_weight
 from pallas_kernels.hadamard import hadamard
@@ -47,14 +48,14 @@ def rotated_config(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, hadamard=True, tie_word_embeddings=False)
 
 
-def random_signs(config: ModelConfig, seed: int) -> jax.Array:
+def random_signs(config: ModelConfig, seed: int) -> Float32[Array, " D"]:
     """The random part of R1: f32[D] of ±1."""
     coins = jax.random.bernoulli(jax.random.key(seed), shape=(config.hidden_size,))
     return jnp.where(coins, 1.0, -1.0)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
+def rotate_layer(layer: Layer, signs: Float32[Array, " D"], config: ModelConfig) -> Layer:
     """Rotates one block of a model.
 
     Args:
@@ -92,7 +93,9 @@ def rotate_layer(layer: Layer, signs: jax.Array, config: ModelConfig) -> Layer:
     )
 
 
-def rotate_rows(weight: Weight, scale: jax.Array) -> jax.Array | Bfloat16Weight:
+def rotate_rows(
+    weight: Weight, scale: Float32[Array, " D"]
+) -> Float[Array, "V D"] | Bfloat16Weight:
     """Scales the columns of a matrix (V, D) and applies R1, ROWS rows at a time."""
     assert not isinstance(weight, Rounded)
     values = plain_values(weight)

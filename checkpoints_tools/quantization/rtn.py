@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Real
 
 from checkpoints_tools.quantization.rows import over_rows
 from pallas_kernels.formats import (
@@ -39,7 +40,11 @@ IntegerWeight = Int4Weight | Int8Weight
 
 
 def round_to_nearest(
-    weight: jax.Array, group_size: int | None = 128, *, bits: int = 4, ratio: float = 1.0
+    weight: Float[Array, "N K"],
+    group_size: int | None = 128,
+    *,
+    bits: int = 4,
+    ratio: float = 1.0,
 ) -> IntegerWeight:
     """Rounds a weight: w ≈ q · scale, with scale = ratio · max |w| / largest in bf16 per group.
 
@@ -65,11 +70,11 @@ def round_to_nearest(
 
 
 def round_clipped(
-    weight: jax.Array,
+    weight: Float[Array, "N K"],
     group_size: int | None = 128,
     *,
     bits: int = 4,
-    second_moment: jax.Array | None = None,
+    second_moment: Float32[Array, "K K"] | None = None,
 ) -> IntegerWeight:
     """`round_to_nearest` with a searched clip ratio per group, the one with the smallest error.
 
@@ -102,7 +107,9 @@ def largest(bits: int) -> int:
     return (1 << bits - 1) - 1
 
 
-def scales_of(groups: jax.Array, bits: int, ratio: float | jax.Array = 1.0) -> jax.Array:
+def scales_of(
+    groups: Float32[Array, "N G g"], bits: int, ratio: float | Float32[Array, ""] = 1.0
+) -> Float32[Array, "N G"]:
     """The scales that map `ratio` times a group's largest magnitude to the largest integer.
 
     f32[N, G, g] -> f32[N, G], rounded to bf16, so that the weights are divided by the stored scale.
@@ -111,7 +118,9 @@ def scales_of(groups: jax.Array, bits: int, ratio: float | jax.Array = 1.0) -> j
     return round_to(magnitudes * ratio / largest(bits), jnp.bfloat16).astype(jnp.float32)
 
 
-def searched_scales(groups: jax.Array, bits: int, blocks: jax.Array | None = None) -> jax.Array:
+def searched_scales(
+    groups: Float32[Array, "N G g"], bits: int, blocks: Float32[Array, "G g g"] | None = None
+) -> Float32[Array, "N G"]:
     """The scales of the clip ratios with the smallest error; see `round_clipped`.
 
     f32[N, G, g] and, for the error of the output, second moments f32[G, g, g] -> f32[N, G].
@@ -125,11 +134,11 @@ def searched_scales(groups: jax.Array, bits: int, blocks: jax.Array | None = Non
 
 
 def best_scales(
-    groups: jax.Array,
+    groups: Float32[Array, "N G g"],
     bits: int,
     clip_ratios: Sequence[float],
-    errors_of: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+    errors_of: Callable[[Float32[Array, "N G"]], Float32[Array, "N G"]],
+) -> Float32[Array, "N G"]:
     """The scales of the clip ratios with the least errors; of equal ones, those of the first.
 
     errors_of: from scales f32[N, G] to the errors of their groups, f32[N, G].
@@ -149,14 +158,16 @@ def best_scales(
     return chosen
 
 
-def nearest(values: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+def nearest(
+    values: Float32[Array, "*shape"], scales: Float32[Array, "*#shape"], bits: int
+) -> Float32[Array, "*shape"]:
     """The integers nearest to values / scales, as f32; zeros where the scale is zero."""
     q = jnp.where(scales > 0, jnp.round(values / scales), 0)
     return jnp.clip(q, -largest(bits), largest(bits))
 
 
 def from_integers(
-    q: jax.Array, scales: jax.Array, group_size: int | None, bits: int
+    q: Real[Array, "N K"], scales: Float32[Array, "N G"], group_size: int | None, bits: int
 ) -> IntegerWeight:
     """The weight with integers [N, K] and scales f32[N, G], in the format for `bits`."""
     build = int8_from_integers if bits == 8 else int4_from_integers
@@ -164,7 +175,9 @@ def from_integers(
 
 
 @functools.partial(jax.jit, static_argnames=("group_size", "bits"))
-def _round(weight: jax.Array, group_size: int | None, bits: int, ratio: float) -> IntegerWeight:
+def _round(
+    weight: jax.Array, group_size: int | None, bits: int, ratio: float | jax.Array
+) -> IntegerWeight:
     groups = grouped(weight, group_size)
     return _rounded(weight, groups, scales_of(groups, bits, ratio), group_size, bits)
 
@@ -188,7 +201,7 @@ def _output_errors(difference: jax.Array, blocks: jax.Array) -> jax.Array:
     return jnp.sum(products * difference, axis=-1)
 
 
-def grouped(weight: jax.Array, group_size: int | None) -> jax.Array:
+def grouped(weight: Float[Array, "N K"], group_size: int | None) -> Float32[Array, "N G g"]:
     """The inputs by groups, the last one padded with zeros: [N, K] -> f32[N, G, g]."""
     n, k = weight.shape
     size = k if group_size is None else group_size

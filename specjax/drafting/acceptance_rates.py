@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 _WEIGHT = 4.0  # drafts that a prior counts for
 _MEMORY = 32.0  # drafts, roughly, over which acceptance is averaged
@@ -39,11 +40,11 @@ class Rates(NamedTuple):
         tested = jnp.full((rows, len(priors)), _WEIGHT)
         return cls(tested * jnp.array(priors), tested)
 
-    def of(self, kinds: jax.Array) -> jax.Array:
+    def of(self, kinds: Int32[Array, "B N"]) -> Float32[Array, "B N"]:
         """The shares of drafts of these kinds that were kept. int32[B, N] -> f32[B, N]."""
         return jnp.take_along_axis(self.kept / self.tested, kinds, axis=1)
 
-    def gains(self, guess: Guess) -> jax.Array:
+    def gains(self, guess: Guess) -> Float32[Array, "B _"]:
         """Tokens that a round of 0 … N of the guess's tokens is expected to gain, the target's own
         included (Leviathan et al. 2023, equation 1). f32[B, N + 1].
 
@@ -53,7 +54,7 @@ class Rates(NamedTuple):
         kept = jnp.cumprod(jnp.where(meant, self.of(guess.kinds), 0), axis=1)
         return 1 + jnp.pad(jnp.cumsum(kept, axis=1), ((0, 0), (1, 0)))
 
-    def judged(self, guess: Guess, came: jax.Array, count: jax.Array) -> Rates:
+    def judged(self, guess: Guess, came: Int32[Array, "B N"], count: Int32[Array, " B"]) -> Rates:
         """The rates after the tokens that came: int32[B, N], of which the first count: int32[B]
         are the row's next ones. A guess is decided up to its first wrong token."""
         place = jnp.arange(came.shape[1])
@@ -62,7 +63,12 @@ class Rates(NamedTuple):
         before = jnp.pad(right[:, :-1], ((0, 0), (1, 0)), constant_values=1)
         return self.after(guess.kinds, decided * before, right)
 
-    def after(self, kinds: jax.Array, tested: jax.Array, kept: jax.Array) -> Rates:
+    def after(
+        self,
+        kinds: Int32[Array, "B N"],
+        tested: Float32[Array, "B N"],
+        kept: Float32[Array, "B N"],
+    ) -> Rates:
         """The rates after drafts of these kinds, [B, N] each."""
         each = jax.nn.one_hot(kinds, self.kept.shape[1])
         tested, kept = (jnp.sum(each * count[..., None], axis=1) for count in (tested, kept))
@@ -79,15 +85,23 @@ class Yields(NamedTuple):
     took: jax.Array
 
     @classmethod
-    def create(cls, rows: int, kept: float | jax.Array, took: float | jax.Array) -> Yields:
+    def create(
+        cls, rows: int, kept: float | Float32[Array, ""], took: float | Float32[Array, ""]
+    ) -> Yields:
         """As if a few rounds had kept and taken so much each."""
         return cls(*(jnp.full(rows, _ROUNDS * each) for each in (1.0, kept, took)))
 
-    def a_round(self) -> tuple[jax.Array, jax.Array]:
+    def a_round(self) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:
         """The drafts that a round keeps, and the time that it takes. f32[B] each."""
         return self.kept / self.rounds, self.took / self.rounds
 
-    def after(self, drafted: jax.Array, kept: jax.Array, took: jax.Array, prior: Yields) -> Yields:
+    def after(
+        self,
+        drafted: Bool[Array, " B"],
+        kept: Int32[Array, " B"],
+        took: Float32[Array, ""],
+        prior: Yields,
+    ) -> Yields:
         """The yields after a round. Rows that did not draft, bool[B], come a little closer to what
         was assumed before the first."""
 

@@ -197,7 +197,7 @@ def _draft_repeatedly(params: Params, state: DecodeState, repeats: int) -> Timed
     def one_draft(_: jax.Array, carry: Timed) -> Timed:
         state, total = carry
         drafted, cache = _OWN.draft(params, _OWN.enter(level, state), None, _NEVER, coupled=True)
-        _, cache = _OWN.leave(level, state, cache, state.lengths)
+        cache = _OWN.leave(level, state, cache, state.lengths)[1]
         return dataclasses.replace(state, cache=cache), total + jnp.sum(drafted.tokens)
 
     carry: Timed = lax.fori_loop(0, repeats, one_draft, (state, jnp.int32(0)))

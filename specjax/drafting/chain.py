@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
 
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.row_sums import row_max, row_sum
@@ -73,7 +74,7 @@ class ChainDrafter(Drafter):
         """The schedule's state before the first round; None without a schedule."""
         return None if self.schedule is None else self.schedule.init(rows, self.draft_length)
 
-    def wanted(self, schedule: Any, state: DecodeState) -> jax.Array | None:
+    def wanted(self, schedule: Any, state: DecodeState) -> Int32[Array, " B"] | None:
         """Tokens to draft, int32[B], within each row's limit; None without a schedule.
 
         schedule: the schedule's state.
@@ -87,7 +88,7 @@ class ChainDrafter(Drafter):
         self,
         model: Params,
         level: DecodeState,
-        wanted: jax.Array | None,
+        wanted: Int32[Array, " B"] | None,
         confidence: float | None = None,
         coupled: bool = False,
     ) -> tuple[Proposal, KVCache]:
@@ -159,7 +160,7 @@ class LevelDrafter(ChainDrafter):
         return dataclasses.replace(state, cache=cache, lag=self.lag(state.lag, state.depth))
 
     def leave(
-        self, draft: LevelState, state: DecodeState, cache: KVCache, filled: jax.Array
+        self, draft: LevelState, state: DecodeState, cache: KVCache, filled: Int32[Array, " B"]
     ) -> tuple[LevelState, KVCache]:
         """Puts away the cache that `enter` gave out, with entries in its first `filled` slots.
 
@@ -203,7 +204,7 @@ def draft_chain(
     params: Params,
     state: DecodeState,
     length: int,
-    wanted: jax.Array | None,
+    wanted: Int32[Array, " B"] | None,
     confidence: float | None,
     activation: Activation,
     layers: tuple[int, ...] | None,

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int32, Integer
 
 from specjax.checks import Whole, shown
 from specjax.files.arrays import read_array
@@ -45,7 +46,7 @@ class Datastore:
     vocab_size: int = jax.tree.static()
 
     @classmethod
-    def create(cls, sequences: Iterable[np.ndarray], vocab_size: int) -> Datastore:
+    def create(cls, sequences: Iterable[Integer[np.ndarray, " _"]], vocab_size: int) -> Datastore:
         """Makes a datastore of token sequences.
 
         Raises ValueError if `sequences` is empty or a token is outside the vocabulary.
@@ -94,7 +95,9 @@ class Datastore:
         suffixes = _read_integers(folder / "suffixes.npy", len(tokens) - ORDERED - 1)
         return cls(jax.device_put(tokens), jax.device_put(suffixes), vocab_size)
 
-    def find(self, queries: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def find(
+        self, queries: Int32[Array, "*rows n"], lengths: Int32[Array, "*rows"]
+    ) -> tuple[Int32[Array, "*rows"], Int32[Array, "*rows"]]:
         """Finds the places where runs of tokens occur.
 
         Args:
@@ -108,7 +111,9 @@ class Datastore:
         first = self._bound(queries, lengths, after=False)
         return first, self._bound(queries, lengths, after=True) - first
 
-    def read(self, places: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    def read(
+        self, places: Int32[Array, "*rows"], length: int
+    ) -> tuple[Int32[Array, "*rows {length}"], Int32[Array, "*rows"]]:
         """The tokens from a place of `tokens` on. int32[…] -> int32[…, length], and how many of
         them come before the sequence ends, int32[…]."""
         index = jnp.minimum(places[..., None] + jnp.arange(length), self.tokens.shape[0] - 1)
@@ -121,7 +126,7 @@ class Datastore:
         size = self.suffixes.shape[0]
         offsets = jnp.arange(queries.shape[-1])
 
-        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             low, high = bounds
             middle = (low + high) // 2
             text = self.tokens[self.suffixes[jnp.minimum(middle, size - 1)][..., None] + offsets]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jaxtyping import Array, Int32
 
 from specjax.drafting.ngram_tables import NGramTable
 from specjax.drafting.window import WindowDrafter
@@ -33,5 +34,7 @@ class Lookahead(WindowDrafter):
     text: bool = jax.tree.static(default=True)
     seed: int = jax.tree.static(default=0)
 
-    def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    def guess(
+        self, table: NGramTable, state: DecodeState
+    ) -> tuple[Int32[Array, "B C L"], Int32[Array, "B C"]]:
         return table.continuations(state.last_tokens, self.guesses)

@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 CHUNK = 16  # places of a text that are indexed at a time
 
@@ -44,7 +45,7 @@ class NGramTable:
             jnp.zeros(rows, jnp.int32),
         )
 
-    def insert(self, ngrams: jax.Array, valid: jax.Array) -> NGramTable:
+    def insert(self, ngrams: Int32[Array, "B I N"], valid: Bool[Array, "B I"]) -> NGramTable:
         """Inserts n-grams; the last one becomes the newest.
 
         ngrams: int32[B, I, N], with I at most M / 2; valid: bool[B, I], the ones to insert.
@@ -53,8 +54,8 @@ class NGramTable:
         return jax.vmap(_insert)(self, ngrams, valid)
 
     def continuations(
-        self, tokens: jax.Array, most: int, *, inside: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
+        self, tokens: Int32[Array, " B"], most: int, *, inside: bool = False
+    ) -> tuple[Int32[Array, "B {most} _"], Int32[Array, "B {most}"]]:
         """Looks up the tokens that followed a token: the forward dictionary.
 
         Args:
@@ -70,7 +71,9 @@ class NGramTable:
         places = range(1, n - 1) if inside else range(1)
         return jax.vmap(partial(_continuations, most=most, places=places))(self, tokens)
 
-    def next_token(self, context: jax.Array, *, parts: bool = True) -> tuple[jax.Array, jax.Array]:
+    def next_token(
+        self, context: Int32[Array, "B _"], *, parts: bool = True
+    ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
         """Looks up the token after the longest end of a context: the backward dictionary, with
         back-off.
 
@@ -85,7 +88,7 @@ class NGramTable:
         """
         return jax.vmap(partial(_next_token, parts=parts))(self, context)
 
-    def keys(self, vocab_size: int, *, parts: bool = True) -> jax.Array:
+    def keys(self, vocab_size: int, *, parts: bool = True) -> Bool[Array, "B {vocab_size}"]:
         """Returns the tokens that have a continuation, bool[B, V]; without parts: that begin an
         n-gram."""
         held = self.ngrams[:, : -1 if parts else 1].reshape(self.stamps.shape[0], -1)
@@ -95,7 +98,10 @@ class NGramTable:
 
 
 def index_text(
-    table: NGramTable, tokens: jax.Array, first: jax.Array, lengths: jax.Array
+    table: NGramTable,
+    tokens: Int32[Array, "B W"],
+    first: Int32[Array, " B"],
+    lengths: Int32[Array, " B"],
 ) -> NGramTable:
     """Inserts the n-grams of a text that end at places first … lengths - 1.
 
@@ -114,7 +120,9 @@ def index_text(
     ]
 
 
-def last_tokens(tokens: jax.Array, lengths: jax.Array, n: int) -> jax.Array:
+def last_tokens(
+    tokens: Int32[Array, "B W"], lengths: Int32[Array, " B *places"], n: int
+) -> Int32[Array, "B *places {n}"]:
     """Returns the last n of the first `lengths` tokens, -1 before the beginning.
 
     int32[B, W], int32[B, …] -> int32[B, …, n].

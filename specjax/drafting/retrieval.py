@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from specjax.checks import check_integer
 from specjax.drafting.datastore import ORDERED, Datastore
@@ -70,7 +71,9 @@ class Retrieval(Drafter):
         tokens, parents, counts = best_nodes(*self.continuations(state), self.nodes)
         return Proposal(tokens, counts, parents=parents), state
 
-    def continuations(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    def continuations(
+        self, state: DecodeState
+    ) -> tuple[Int32[Array, "B C L"], Int32[Array, "B C"]]:
         """Returns the continuations in the corpus, int32[B, C, L], and their lengths, int32[B,
         C]."""
         store = self.datastore
@@ -99,8 +102,8 @@ class Retrieval(Drafter):
 
 
 def best_nodes(
-    sequences: jax.Array, lengths: jax.Array, nodes: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    sequences: Int32[Array, "B C L"], lengths: Int32[Array, "B C"], nodes: int
+) -> tuple[Int32[Array, "B {nodes}"], Int32[Array, "B {nodes}"], Int32[Array, " B"]]:
     """Builds a token tree of the prefixes that most sequences share (REST, section 3.2).
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.row_sums import running_sums
 from specjax.checks import check_number, shown
@@ -22,7 +23,7 @@ class Schedule(Protocol):
     def init(self, rows: int, longest: int) -> Any:
         """Returns the state before the first round."""
 
-    def lengths(self, state: Any, longest: int) -> jax.Array:
+    def lengths(self, state: Any, longest: int) -> Int32[Array, " B"]:
         """Returns the tokens to draft now, int32[B] in 1 … longest."""
 
     def update(self, state: Any, verified: Verified) -> Any:
@@ -37,13 +38,13 @@ class Heuristic:
     This is the rule of Hugging Face's assisted generation. It begins with 5.
     """
 
-    def init(self, rows: int, longest: int) -> jax.Array:
+    def init(self, rows: int, longest: int) -> Int32[Array, " {rows}"]:
         return jnp.full(rows, min(5, longest), jnp.int32)
 
-    def lengths(self, state: jax.Array, longest: int) -> jax.Array:
+    def lengths(self, state: Int32[Array, " B"], longest: int) -> Int32[Array, " B"]:
         return state
 
-    def update(self, state: jax.Array, verified: Verified) -> jax.Array:
+    def update(self, state: Int32[Array, " B"], verified: Verified) -> Int32[Array, " B"]:
         longest = verified.proposed.shape[1]
         whole = verified.accepted >= verified.drafted
         moved = jnp.clip(jnp.where(whole, state + 2, state - 1), 1, longest)
@@ -77,19 +78,19 @@ class Adaptive:
         if not 1 <= check_number("memory", self.memory) < float("inf"):
             raise ValueError(f"memory must be at least 1 draft, got {self.memory!r}")
 
-    def init(self, rows: int, longest: int) -> jax.Array:
+    def init(self, rows: int, longest: int) -> Float32[Array, "{rows} 2"]:
         """f32[B, 2]: recent drafts kept and tested, as if 9 of 10 had been kept before: what the
         target's own casts get."""
         return jnp.tile(jnp.array([9.0, 10.0]), (rows, 1))
 
-    def lengths(self, state: jax.Array, longest: int) -> jax.Array:
+    def lengths(self, state: Float32[Array, "B 2"], longest: int) -> Int32[Array, " B"]:
         kept = (state[:, 0] / state[:, 1])[:, None]
         n = jnp.arange(1, longest + 1)
         gain = 1 + running_sums(kept**n)
         cost = 1 + n * (self.draft_cost + self.row_cost)
         return (jnp.argmax(gain / cost, axis=1) + 1).astype(jnp.int32)
 
-    def update(self, state: jax.Array, verified: Verified) -> jax.Array:
+    def update(self, state: Float32[Array, "B 2"], verified: Verified) -> Float32[Array, "B 2"]:
         tested = verified.tested
         fade = (1 - 1 / self.memory) ** tested[:, None]
         moved = state * fade + jnp.stack((verified.accepted, tested), axis=1)

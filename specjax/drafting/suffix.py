@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 
 class Match(NamedTuple):
@@ -21,7 +22,9 @@ class Match(NamedTuple):
     length: jax.Array
 
 
-def longest_match(tokens: jax.Array, lengths: jax.Array, longest: int, following: int) -> Match:
+def longest_match(
+    tokens: Int32[Array, "B W"], lengths: Int32[Array, " B"], longest: int, following: int
+) -> Match:
     """Finds the longest earlier occurrence of the last tokens, and of equally long ones the last.
 
     Args:
@@ -42,7 +45,9 @@ def longest_match(tokens: jax.Array, lengths: jax.Array, longest: int, following
     return Match(found, counts, length)
 
 
-def shared_run(tokens: jax.Array, lengths: jax.Array, longest: int) -> jax.Array:
+def shared_run(
+    tokens: Int32[Array, "B W"], lengths: Int32[Array, " B"], longest: int
+) -> Int32[Array, "B W"]:
     """Counts the tokens up to each place that equal the text's last, at most `longest`.
 
     int32[B, W], int32[B] -> int32[B, W].

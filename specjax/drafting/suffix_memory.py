@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int32, Integer
 
 from pallas_kernels.settings import own_settings
 from specjax.checks import Whole, check_integer, shown
@@ -80,7 +81,9 @@ class SuffixMemory:
         Whole(1, _MOST_CAPACITY)("capacity", check_integer("capacity", capacity))
         return cls(jnp.zeros((len(CONTEXTS), int(capacity), 3), jnp.uint32), int(vocab_size))
 
-    def add(self, texts: Iterable[Sequence[int] | np.ndarray]) -> SuffixMemory:
+    def add(
+        self, texts: Iterable[Sequence[int] | Integer[Array | np.ndarray, " _"]]
+    ) -> SuffixMemory:
         """Returns the memory with more texts in it; this one stays as it is.
 
         Args:
@@ -137,7 +140,9 @@ class SuffixMemory:
             )
         return cls(jnp.asarray(entries), vocab_size)
 
-    def learn(self, tokens: jax.Array, begins: jax.Array, ends: jax.Array) -> SuffixMemory:
+    def learn(
+        self, tokens: Int32[Array, "B W"], begins: Int32[Array, " B"], ends: Int32[Array, " B"]
+    ) -> SuffixMemory:
         """Returns the memory with the tokens at places begins … ends - 1 of every row.
 
         tokens: int32[B, W], texts; begins, ends: int32[B].
@@ -158,7 +163,7 @@ class SuffixMemory:
         _, entries = lax.while_loop(lambda carry: jnp.any(carry[0] < ends), write, carry)
         return dataclasses.replace(self, entries=entries)
 
-    def follow(self, tokens: jax.Array, lengths: jax.Array, most: int) -> Guess:
+    def follow(self, tokens: Int32[Array, "B W"], lengths: Int32[Array, " B"], most: int) -> Guess:
         """Proposes what comes after each text, as far as its contexts are known.
 
         tokens: int32[B, W], texts, of which the first lengths: int32[B] tokens count; most: N.

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 from specjax.checks import check_flag, check_integer, check_seed
 from specjax.drafting.ngram_tables import CHUNK, NGramTable, index_text
@@ -123,11 +124,13 @@ class WindowDrafter(Drafter):
         )
 
     @abstractmethod
-    def guess(self, table: NGramTable, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    def guess(
+        self, table: NGramTable, state: DecodeState
+    ) -> tuple[Int32[Array, "B C L"], Int32[Array, "B C"]]:
         """Returns continuations of the text, the best first: int32[B, C, L] and lengths, int32[B,
         C]."""
 
-    def predict(self, draft: WindowState, verified: Verified) -> jax.Array:
+    def predict(self, draft: WindowState, verified: Verified) -> Int32[Array, "B W"]:
         """Returns the next token of every column, int32[B, W]."""
         return verified.choices[:, self.riding + 1 - self.window : self.riding + 1]
 

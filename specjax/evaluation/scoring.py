@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.row_tiles import map_row_tiles
@@ -21,11 +22,11 @@ from specjax.speculation.sampling import greedy
 
 def score_tokens(
     params: Params,
-    tokens: jax.Array | np.ndarray,
+    tokens: Int32[Array | np.ndarray, "B T"],
     *,
     activation: Activation = "a16",
     cache_bits: int = 16,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float32[Array, "B T-1"], Int32[Array, "B T-1"]]:
     """Scores every token but the first, given those before it.
 
     Args:
@@ -65,7 +66,9 @@ def _score(
     return on_mesh(read, params.mesh, (params,), (tokens,))
 
 
-def score_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def score_logits(
+    logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]
+) -> tuple[Float32[Array, "B T"], Int32[Array, "B T"]]:
     """Scores the tokens that follow.
 
     Args:

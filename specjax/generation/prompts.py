@@ -11,17 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32, Integer
 
 from specjax.checks import check_integer, shown
 from specjax.model.config import ModelConfig
 
 _TEXTS = str | bytes | bytearray | memoryview  # sequences of integers, but not token ids
-Prompt = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
+Prompt = Integer[Array | np.ndarray, "*rows T"] | Sequence[int] | Sequence[Sequence[int]]
 
 
 def normalize_prompt(
-    prompt: Prompt, prompt_lengths: jax.Array | Sequence[int] | None, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
+    prompt: Prompt,
+    prompt_lengths: Integer[Array | np.ndarray, " B"] | Sequence[int] | None,
+    config: ModelConfig,
+) -> tuple[Int32[Array, "B T"], Int32[Array, " B"]]:
     """Converts a prompt of any accepted form to tokens int32[B, T] and lengths int32[B].
 
     Raises ValueError on an empty prompt, on tokens that are not integers or are outside the

@@ -11,10 +11,13 @@ tree moves into consecutive slots first.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.cache_entries import (
@@ -78,7 +81,12 @@ class KVCache:
         """Bits per entry: 8 or 4 where entries are quantized, 16 where they are not."""
         return self.keys.bits if isinstance(self.keys, QuantizedEntries) else 16
 
-    def write(self, layer: jax.Array | int, keys: jax.Array, values: jax.Array) -> KVCache:
+    def write(
+        self,
+        layer: Int32[Array, ""] | int,
+        keys: Float[Array, "B T K E"],
+        values: Float[Array, "B T K E"],
+    ) -> KVCache:
         """Writes T new entries per row to the slots lengths … lengths + T - 1; `lengths` stays.
 
         layer: the layer that they belong to, int32[].
@@ -89,9 +97,14 @@ class KVCache:
         return dataclasses.replace(self, keys=after[0], values=after[1])
 
     def write_rotated(
-        self, layer: jax.Array | int, queries: jax.Array, keys: jax.Array, values: jax.Array,
-        rope: tuple[jax.Array, jax.Array], dtype: DTypeLike,
-    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
+        self,
+        layer: Int32[Array, ""] | int,
+        queries: Float32[Array, "B T H E"],
+        keys: Float32[Array, "B T K E"],
+        values: Float32[Array, "B T K E"],
+        rope: tuple[Float32[Array, "B T E//2"], Float32[Array, "B T E//2"]],
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B T H E"], KVCache]:
         """Rotates queries and keys, and writes as `write` does into a cache that is not quantized.
 
         queries: f32[B, T, H, E]; keys, values: f32[B, T, K, E].
@@ -104,7 +117,7 @@ class KVCache:
         )
         return queries, dataclasses.replace(self, keys=keys, values=values)
 
-    def move(self, sources: jax.Array, targets: jax.Array) -> KVCache:
+    def move(self, sources: Int32[Array, "B N"], targets: Int32[Array, "B N"]) -> KVCache:
         """Copies entries from slots to slots of every layer, in place. int32[B, N] each.
 
         Every source is read before the first target is written. Targets past the capacity are
@@ -126,7 +139,8 @@ class KVCache:
         """Returns the same entries for passes that see `window` positions back."""
         return dataclasses.replace(self, window=window)
 
-    def with_lengths(self, lengths: jax.Array) -> KVCache:
+    def with_lengths(self, lengths: Int32[Array | np.ndarray, " B"]) -> KVCache:
         """Returns the same entries with another number of committed slots: commit, advance or roll
         back."""
-        return dataclasses.replace(self, lengths=lengths)
+        given: Any = lengths  # an array of the host costs no program before the next one
+        return dataclasses.replace(self, lengths=given)

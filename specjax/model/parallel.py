@@ -31,6 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import Bfloat12Weight
@@ -225,7 +226,7 @@ def _without_mesh(value: Any) -> Any:
 def _model_specs(tree: Any, mesh: Mesh) -> Any:
     """Returns PartitionSpecs: `Params` anywhere in a tree are divided, all else is whole."""
 
-    def leaf_spec(path: Any, leaf: jax.Array) -> P:
+    def leaf_spec(path: Any, leaf: Any) -> P:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         return weight_spec(name, leaf.shape, mesh)
 
@@ -240,7 +241,7 @@ def _model_specs(tree: Any, mesh: Mesh) -> Any:
 def row_specs(tree: Any) -> Any:
     """Returns PartitionSpecs of arrays with rows first; a cache is also divided by its heads."""
 
-    def leaf_spec(leaf: jax.Array) -> P:
+    def leaf_spec(leaf: Any) -> P:
         return ROWS if leaf.shape[0] > 1 else P()
 
     def spec(value: Any) -> Any:
@@ -287,14 +288,16 @@ def gather(x: jax.Array, size: int, axis: int = -1) -> jax.Array:
     return whole
 
 
-def own_part(x: jax.Array, size: int) -> jax.Array:
+def own_part(x: Shaped[Array, "*rows _"], size: int) -> Shaped[Array, "*rows {size}"]:
     """Selects the `size` entries of the last axis that belong to the device's part of a weight."""
     if x.shape[-1] == size:
         return x
     return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, axis=-1)
 
 
-def embed(embedding: Weight, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+def embed(
+    embedding: Weight, tokens: Int32[Array, "*rows"], config: ModelConfig
+) -> Float[Array, "*rows D"]:
     """Looks up tokens in an embedding of which the device may hold a part. [...] -> [..., D].
 
     The values are rounded to the model's dtype, as all values between its layers are.
@@ -310,7 +313,7 @@ def embed(embedding: Weight, tokens: jax.Array, config: ModelConfig) -> jax.Arra
     return found
 
 
-def own_row(row: jax.Array, rows: int, mesh: Mesh | None) -> jax.Array:
+def own_row(row: Int32[Array, ""], rows: int, mesh: Mesh | None) -> Int32[Array, ""]:
     """Returns the index of row `row` among a device's `rows`, or `rows` if another device has
     it."""
     if mesh is None:
@@ -319,7 +322,7 @@ def own_row(row: jax.Array, rows: int, mesh: Mesh | None) -> jax.Array:
     return jnp.where((own >= 0) & (own < rows), own, rows)
 
 
-def everywhere(flag: jax.Array, mesh: Mesh | None) -> jax.Array:
+def everywhere(flag: Bool[Array, ""], mesh: Mesh | None) -> Bool[Array, ""]:
     """Whether a flag is set in every group of devices."""
     if mesh is None:
         return flag

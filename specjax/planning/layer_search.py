@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Integer
 
 from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.settings import own_settings
@@ -57,7 +58,7 @@ class LayerSet:
 
 def search_layers(
     params: Params,
-    tokens: Any,
+    tokens: Integer[Array | np.ndarray, "S T"],
     *,
     activation: Activation = "a16",
     least: int = 1,

@@ -6,6 +6,7 @@ import abc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+from jaxtyping import Array, Int32
 
 from specjax.checks import shown
 from specjax.model.params import Params
@@ -95,7 +96,13 @@ class Drafter(abc.ABC):
         """
         return None
 
-    def learn(self, shared: Any, tokens: jax.Array, begins: jax.Array, ends: jax.Array) -> Any:
+    def learn(
+        self,
+        shared: Any,
+        tokens: Int32[Array, "B W"],
+        begins: Int32[Array, " B"],
+        ends: Int32[Array, " B"],
+    ) -> Any:
         """Returns what all rows share, after tokens came: a prompt's, or a round's.
 
         Args:
@@ -110,7 +117,7 @@ class Drafter(abc.ABC):
         """The names of the drafter's parts, if it has several that take turns."""
         return ()
 
-    def source(self, draft: Any) -> jax.Array | None:
+    def source(self, draft: Any) -> Int32[Array, " B"] | None:
         """Returns which of `sources` each row's last proposal came from, int32[B]; None without."""
         return None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, Key
 
 from specjax.model.kv_cache import KVCache
 from specjax.speculation.logprobs import Logprobs
@@ -40,17 +41,17 @@ class Stats:
         return cls(*(jnp.zeros(rows, jnp.int32) for _ in dataclasses.fields(cls)))
 
     @property
-    def acceptance_rate(self) -> jax.Array:
+    def acceptance_rate(self) -> Float32[Array, ""]:
         """Share of drafted tokens that were accepted, over all rows (QSpec section 4.4). f32[]."""
         return jnp.sum(self.accepted) / jnp.maximum(jnp.sum(self.drafted), 1)
 
     @property
-    def token_acceptance(self) -> jax.Array:
+    def token_acceptance(self) -> Float32[Array, ""]:
         """Probability that a draft is kept, given that those before it were. f32[]."""
         return jnp.sum(self.accepted) / jnp.maximum(jnp.sum(self.tested), 1)
 
     @property
-    def tokens_per_round(self) -> jax.Array:
+    def tokens_per_round(self) -> Float32[Array, ""]:
         """Tokens gained per target pass, over all rows. f32[]."""
         return jnp.sum(self.generated) / jnp.maximum(jnp.sum(self.rounds), 1)
 
@@ -107,11 +108,15 @@ class DecodeState:
     shared: Any = None
 
     @property
-    def last_tokens(self) -> jax.Array:
+    def last_tokens(self) -> Int32[Array, " B"]:
         """The newest token of each row, int32[B]."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
 
-    def earlier(self, following: jax.Array, ancestors: jax.Array | None = None) -> Earlier:
+    def earlier(
+        self,
+        following: Int32[Array, "B N"],
+        ancestors: Int32[Array, "B N depth"] | None = None,
+    ) -> Earlier:
         """Returns the tokens that penalties ask for, before each of a row's next places.
 
         following, ancestors: the drafts there, as `count_tokens` has them.
@@ -127,13 +132,13 @@ class DecodeState:
             counts = count_tokens(self.tokens, self.prompts, *both)
         return Earlier(seen, counts)
 
-    def round_keys(self, purpose: int) -> jax.Array:
+    def round_keys(self, purpose: int) -> Key[Array, " B"]:
         """Returns the keys of this round, [B]. A row's key depends only on its own history."""
         assert self.keys is not None
         fold = jax.vmap(jax.random.fold_in)
         return fold(fold(self.keys, self.stats.rounds), jnp.full_like(self.stats.rounds, purpose))
 
-    def place_keys(self, ahead: jax.Array) -> jax.Array:
+    def place_keys(self, ahead: Int32[Array, "B P"]) -> Key[Array, "B P"]:
         """Returns the keys of places so many tokens past the next one. int32[B, P] -> keys[B, P].
 
         A place's key is the same in whatever round, and beside whatever drafts, it is reached.

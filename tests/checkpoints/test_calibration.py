@@ -61,7 +61,7 @@ class Words:
 
 
 # Sequences are evenly spread over the text, and each begins with the token that begins a text.
-def test_calibration_tokens() -> None:
+def test_calibration_tokens(wrong_types: None) -> None:
     text = " ".join(map(str, range(10, 60)))
     tokens = calibration_tokens(text, Words(), sequences=3, length=11)
     assert tokens.dtype == np.int32
@@ -81,7 +81,9 @@ def test_calibration_tokens() -> None:
         ({"sequences": 0}, "sequences must be at least 1, got 0"),
     ],
 )
-def test_calibration_text_refusals(options: dict[str, int], message: str) -> None:
+def test_calibration_text_refusals(
+    options: dict[str, int], message: str, wrong_types: None
+) -> None:
     with pytest.raises(ValueError, match=message):
         calibration_tokens(" ".join(map(str, range(10, 60))), Words(), **options)
 

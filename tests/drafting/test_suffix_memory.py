@@ -309,13 +309,13 @@ def test_a_directory_without_a_memory_is_refused(tmp_path: Path) -> None:
         (5, "texts must be lists of token ids, got 5"),
     ],
 )
-def test_texts_that_are_none_are_refused(given: object, message: str) -> None:
+def test_texts_that_are_none_are_refused(given: object, message: str, wrong_types: None) -> None:
     with pytest.raises(ValueError, match=message):
         specjax.SuffixMemory.create(VOCAB).add(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2**27, 1.5, True])
-def test_a_capacity_out_of_its_range_is_refused(capacity: object) -> None:
+def test_a_capacity_out_of_its_range_is_refused(capacity: object, wrong_types: None) -> None:
     with pytest.raises(ValueError, match="capacity must be an integer"):
         specjax.SuffixMemory.create(VOCAB, capacity=capacity)  # type: ignore[arg-type]
 

@@ -185,7 +185,7 @@ def test_measured_costs_go_before_the_line() -> None:
         ),
     ],
 )
-def test_one_sentence_for_bad_input(make, message: str) -> None:
+def test_one_sentence_for_bad_input(make, message: str, wrong_types: None) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -41,6 +41,7 @@ class Unregistered(specjax.Drafter):
         raise AssertionError
 
 
+@pytest.mark.usefixtures("wrong_types")
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -39,7 +39,7 @@ def test_the_values_are_ggmls(least: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDERS.values())
-def test_a_weight_is_built_of_what_fits(build) -> None:
+def test_a_weight_is_built_of_what_fits(build, wrong_types: None) -> None:
     q, scales = jnp.zeros((2, 40), jnp.int8), jnp.ones((2, 2), jnp.float16)
     zeros = jnp.zeros((2, 2), jnp.int8)
     with pytest.raises(ValueError, match="a weight must have zeros or minima, got both"):

@@ -155,7 +155,7 @@ def int8_like_head() -> Int8Weight:
     return int8_from_integers(q, scales, 32, zeros)
 
 
-def test_refusals() -> None:
+def test_refusals(wrong_types: None) -> None:
     q, scales = jnp.zeros((2, 40), jnp.int8), jnp.ones((2, 1))
     for build in (int4_from_integers, int8_from_integers):
         with pytest.raises(ValueError, match=r"order must be int32\[40\], got int32\[39\]"):

@@ -60,7 +60,7 @@ def test_a_value_does_not_depend_on_the_others() -> None:
         np.testing.assert_array_equal(gated("cpu", gate[place], up[place]), whole[place])
 
 
-def test_bad_input_gets_one_clear_sentence() -> None:
+def test_bad_input_gets_one_clear_sentence(wrong_types: None) -> None:
     gate = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match=r"of one shape \[2, 3\], got up float32\[2, 4\]"):
         swiglu.swiglu(gate, jnp.zeros((2, 4)))
