@@ -49,7 +49,6 @@ CHECKED = (
     "specjax.drafting.suffix_memory",
     "specjax.drafting.window",
     "specjax.evaluation.scoring",
-    "specjax.generation.prompts",
     "specjax.model.kv_cache",
     "specjax.model.parallel",
     "specjax.model.rope",
