@@ -35,8 +35,10 @@ class Page:
 HEADINGS = {
     "smollm2_drafters": "Batch 1",
     "smollm2_drafters_8": "Batch 8",
-    "smollm2_drafters_auto_few": "`Auto` at batch 1 and 4",
-    "smollm2_drafters_auto_many": "`Auto` at batch 8 and 16",
+    "smollm2_drafters_4": "Batch 4, an earlier `Auto`",
+    "smollm2_drafters_auto_4": "`Auto` at batch 4",
+    "smollm2_drafters_auto_8": "`Auto` at batch 8, temperature 1",
+    "smollm2_drafters_auto_16": "`Auto` at batch 16",
     "smollm2_drafters_levels": "N-grams below a cast",
     "smollm2_drafters_nested8": "A model of 8 bits",
     "smollm2_drafters_others": "Other drafters",
