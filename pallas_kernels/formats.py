@@ -346,7 +346,7 @@ def _padded_parts(
     return scales, zeros, minima
 
 
-def check_one_offset(zeros: jax.Array | None, minima: jax.Array | None) -> None:
+def check_one_offset(zeros: object, minima: object) -> None:
     """Raises ValueError if a weight has both zeros and minima."""
     if zeros is not None and minima is not None:
         raise ValueError("a weight must have zeros or minima, got both")
