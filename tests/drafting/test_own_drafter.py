@@ -35,7 +35,7 @@ def test_the_guides_drafter_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out) > 1
 
 
-def test_the_base_class_does_the_rest() -> None:
+def test_the_base_class_does_the_rest(wrong_types: None) -> None:
     drafter = Zeros(3)
     check_is_drafter(drafter)
     assert drafter.draft_length == 3

@@ -95,8 +95,8 @@ def test_every_proposal_is_the_plain_programs(name: str, seed: int) -> None:
         )
 
 
-_init = jax.jit(lambda drafter, state: drafter.init(None, state, 1))
-_propose = jax.jit(lambda drafter, state: drafter.propose(None, state))
+_init = jax.jit(lambda drafter, state: drafter.init(PARAMS, state, 1))
+_propose = jax.jit(lambda drafter, state: drafter.propose(PARAMS, state))
 _observe = jax.jit(lambda drafter, draft, verified: drafter.observe(draft, verified))
 
 

@@ -176,6 +176,8 @@ def test_of_equal_logits_the_lower_token_comes_first() -> None:
         (1.5, "logprobs must be an integer, got 1.5"),
     ],
 )
-def test_bad_numbers_get_one_clear_sentence(logprobs: object, message: str) -> None:
+def test_bad_numbers_get_one_clear_sentence(
+    logprobs: object, message: str, wrong_types: None
+) -> None:
     with pytest.raises(ValueError, match=message):
         _decode(logprobs=logprobs)
