@@ -195,6 +195,41 @@ def test_a_draft_of_the_model_ends_where_it_is_unsure() -> None:
     assert lengths[2] == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("passes", "longest"), [([1, 1.1, 1.2, 1.4], 7), ([1, 1.2, 2.1, 4.5], 1), ([1, 1, 1.1, 3], 3)]
+)
+def test_a_draft_of_the_model_is_as_long_as_a_wider_pass_pays(
+    passes: list[float], longest: int
+) -> None:
+    """The drafts are sure to the end: no probability ends them."""
+    draft = specjax.QSpec(7, "a8", confidence=1e-30)
+    auto = specjax.Auto(costs(passes, 0.1), draft)
+    state = start(PARAMS, REPEATED, max_new_tokens=20, drafter=auto)
+    no_text = state.draft.rates._replace(kept=jnp.full_like(state.draft.rates.kept, 1e-6))
+    state = dataclasses.replace(state, draft=state.draft._replace(rates=no_text))
+    proposal, after = auto.propose(PARAMS, state)
+    assert proposal.counts.tolist() == [longest] * 3
+    assert after.draft.source.tolist() == [2] * 3  # the model
+
+
+def test_rows_that_are_ahead_count_less_unless_they_are_replaced() -> None:
+    """One row's text promises a draft. The pass is worth it for the row that ends last only."""
+    auto = specjax.Auto(costs([1, 1.2, 1.4, 1.8], 9))
+    text = np.array([[5, 6, 7, 8] * 4, list(range(10, 26))], np.int32)
+    state = start(PARAMS, text, max_new_tokens=20, drafter=auto)
+
+    def drafts(left: list[int], shared: object = None) -> list[int]:
+        limits = state.lengths + jnp.array(left)
+        now = dataclasses.replace(state, limits=limits, shared=shared)
+        proposal, _ = auto.propose(PARAMS, now)
+        return (proposal.counts > 0).tolist()
+
+    assert drafts([20, 20]) == drafts([20, 10]) == [True, False]
+    assert drafts([10, 20]) == [False, False]
+    memory = specjax.SuffixMemory.create(CONFIG.vocab_size)
+    assert drafts([10, 20], memory) == [True, False]
+
+
 def test_what_the_text_proposed_is_judged_without_a_draft() -> None:
     drafter = CHOICES["nothing"]
     state = drafter.init(PARAMS, _state(REPEATED), REPEATED.shape[1])
