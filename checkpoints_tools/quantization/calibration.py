@@ -12,8 +12,9 @@ E[|(W - Q) x|²] = tr((W - Q) E[x xᵀ] (W - Q)ᵀ). So only the hidden states g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
-from checkpoints_tools.tokenizer import Tokenizer
 from pallas_kernels.formats import Weight, is_format
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
@@ -82,8 +82,15 @@ def check_tokens(tokens: ArrayLike, config: ModelConfig) -> Int32[np.ndarray, "S
     return array.astype(np.int32)
 
 
+@runtime_checkable
+class Encoder(Protocol):
+    """Turns text into token ids, as tokenizers do."""
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+
 def calibration_tokens(
-    text: str, tokenizer: Tokenizer, *, sequences: int = 16, length: int = 512
+    text: str, tokenizer: Encoder, *, sequences: int = 16, length: int = 512
 ) -> Int32[np.ndarray, "{sequences} {length}"]:
     """Takes calibration sequences from a text, evenly spaced and the same every time.
 
