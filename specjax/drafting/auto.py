@@ -52,7 +52,7 @@ _OF_MODEL = 0.9  # the model's acceptance before any is seen
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
-_LAST_COUNTS = 4  # how much more the rows count that have most tokens to come
+_LAST_COUNTS = 4  # the power of a row's remaining tokens by which it counts
 _PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
@@ -255,8 +255,8 @@ class Auto(Drafter):
     def _longest(self, rows: int) -> jax.Array:
         """The length of the model's drafts that gains the most where nearly all are kept, int32[].
 
-        A token more costs a pass of the draft and a wider verification. In a large batch that is
-        soon more than the token is worth, however sure the model is of it.
+        One more token costs a pass of the draft and a wider verification. In a large batch that
+        is soon more than the token is worth, however sure the model is of it.
         """
         lengths = jnp.arange(1, WIDTHS[-1] + 1)
         gained = 1 + running_sums(_OF_MODEL**lengths)
@@ -337,7 +337,7 @@ def _due(idle: jax.Array) -> jax.Array:
 
 
 def _weights(state: DecodeState) -> jax.Array:
-    """What a token of each row is worth to the batch, f32[B]; nothing in a finished row.
+    """The worth of a token of each row to the batch, f32[B]; zero in a finished row.
 
     A batch whose rows are not replaced ends with its last row: a row that is ahead of the others
     gains nothing by more drafts. Rows that share a memory are replaced when they end, and their

@@ -45,7 +45,8 @@ _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 
 
 class Point(NamedTuple):
-    """What is decoded: rows at a time, bits per entry of the KV cache, and tokens of a prompt."""
+    """The decoding that costs belong to: rows at a time, bits per entry of the KV cache, and tokens
+    of a prompt."""
 
     rows: int
     cache_bits: int = 16
