@@ -22,8 +22,8 @@ import numpy as np
 
 import specjax
 from benchmarks.support.common import pad, parser, table, text_prompts, write
-from specjax.generation.batch_rows import CHUNK
 from specjax.generation.batching import Progress, complete
+from specjax.model.transformer import CHUNK
 
 KINDS = ("arithmetic", "python", "chat")
 COMPILED = "/jax/core/compile/backend_compile_duration"

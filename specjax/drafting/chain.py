@@ -20,7 +20,7 @@ from specjax.checks import check_integer
 from specjax.drafting.schedules import Schedule, check_schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params, check_is_params
-from specjax.model.transformer import forward, prefill
+from specjax.model.transformer import forward, prefill_in_chunks
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.penalties import Earlier
 from specjax.speculation.sampling import draw, greedy, probabilities
@@ -178,8 +178,10 @@ class LevelDrafter(ChainDrafter):
         cache = KVCache.create(
             model.config, rows, state.cache.capacity, state.cache.bits, model.num_kv_heads
         )
-        cache = prefill(model, state.tokens[:, : width - 1], cache, self.activation, self.layers)
-        return cache.with_lengths(state.lengths - 1)
+        return prefill_in_chunks(
+            model, state.tokens[:, : width - 1], state.lengths - 1, cache, self.activation,
+            self.layers,
+        )  # fmt: skip
 
 
 def check_draft_params(drafter: Drafter, params: object) -> None:

@@ -35,6 +35,7 @@ from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.generation.rows import widened
+from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
 from specjax.speculation.logprobs import Logprobs
@@ -95,6 +96,7 @@ class Batch:
         self.state = empty_rows(job, rows, like)
         self.echoed: dict[int, Logprobs] = {}
         self._coming: PromptReading | None = None
+        self._spare: KVCache | None = None  # of one row: the next prompt is read into it
 
     @property
     def busy(self) -> bool:
@@ -116,7 +118,7 @@ class Batch:
             self._coming = self._read(self._coming)
             if not self._coming.unread:
                 row = next(row for row in range(self._rows) if row not in self.running)
-                self.state = admit(self.job, self.state, self._coming, row)
+                self.state, self._spare = admit(self.job, self.state, self._coming, row)
                 self._echo(self._coming)
                 prompt, self._coming = self._coming.prompt, None
                 self.running[row] = prompt
@@ -173,7 +175,7 @@ class Batch:
         self.waiting = deque(prompt for prompt in self.waiting if prompt.number != number)
         self.echoed.pop(number, None)
         if self._coming is not None and self._coming.prompt.number == number:
-            self._coming = None
+            self._spare, self._coming = self._coming.cache, None
         for row in [row for row, prompt in self.running.items() if prompt.number == number]:
             self._free(row)
 
@@ -192,7 +194,7 @@ class Batch:
 
     def _open(self, prompt: Waiting) -> PromptReading:
         """Begins to read a prompt, behind what another prompt had in common with it."""
-        reading = open_prompt(self.job, prompt)
+        reading, self._spare = open_prompt(self.job, prompt, self._spare), None
         if self.prefixes is None or prompt.echoes:  # what is not read again is not scored
             return reading
         return self.prefixes.resume(reading)

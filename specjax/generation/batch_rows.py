@@ -28,14 +28,12 @@ from specjax.generation.rows import Rows
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, blank_rows, everywhere, on_mesh, own_row, row_specs
 from specjax.model.params import Params
-from specjax.model.transformer import forward
+from specjax.model.transformer import CHUNK, forward
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.logprobs import Logprobs, score_emitted
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Verified
-
-CHUNK = 64  # prompt tokens per pass
 
 Block = tuple[Entries, Entries]  # keys and values of CHUNK slots of one row, in every layer
 
@@ -123,9 +121,12 @@ class PromptReading(NamedTuple):
         return len(self.prompt.tokens) - 1 - self.done
 
 
-def open_prompt(job: Job, prompt: Waiting) -> PromptReading:
-    """Returns a prompt of which nothing is read yet."""
-    return PromptReading(prompt, _one_row(job.params, job.request), 0)
+def open_prompt(job: Job, prompt: Waiting, cache: KVCache | None = None) -> PromptReading:
+    """Returns a prompt of which nothing is read yet.
+
+    cache: of one row, whose entries are no longer needed; None: a new one is made.
+    """
+    return PromptReading(prompt, _one_row(job.params, job.request) if cache is None else cache, 0)
 
 
 def read_chunk(job: Job, reading: PromptReading) -> PromptReading:
@@ -196,11 +197,14 @@ def _scored_chunk(
     return score_emitted(logits, following, k), cache
 
 
-def admit(job: Job, state: DecodeState, reading: PromptReading, row: int) -> DecodeState:
-    """Returns the batch's state with a prompt that has been read in one of its rows."""
+def admit(
+    job: Job, state: DecodeState, reading: PromptReading, row: int
+) -> tuple[DecodeState, KVCache]:
+    """Returns the batch's state with a prompt that has been read in one of its rows, and the cache
+    of one row into which the next prompt may be read."""
     one = _begin(job.params, job.request, reading.cache, reading.prompt.rows(job.width))
     after: DecodeState = _insert(job.request.drafter, state, one, np.int32(row), job.params.mesh)
-    return after
+    return after, one.cache
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -215,16 +219,23 @@ def _insert(
     drafter: Drafter, state: DecodeState, one: DecodeState, row: jax.Array, mesh: Mesh | None
 ) -> DecodeState:
     """Puts one row's state into the batch's: rows are the first axis of every leaf but those that
-    the rows share, which get its prompt."""
+    the rows share, which get its prompt. Of its caches, only what holds tokens is copied."""
 
     def put(drafter: Drafter, row: jax.Array, state: DecodeState, one: DecodeState) -> DecodeState:
         own = own_row(row, state.finished.shape[0], mesh)
         none = jnp.zeros_like(one.lengths)
         shared = drafter.learn(state.shared, one.tokens, none, one.lengths)
+
+        def insert(whole: Any, part: Any) -> Any:
+            if isinstance(whole, KVCache):
+                return whole.put_row(own, part)
+            return whole.at[own].set(part[0])
+
         together: DecodeState = jax.tree.map(
-            lambda whole, part: whole.at[own].set(part[0]),
+            insert,
             dataclasses.replace(state, shared=None),
             one,
+            is_leaf=lambda node: isinstance(node, KVCache),
         )
         return dataclasses.replace(together, shared=shared)
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
-from specjax.generation.batch_rows import CHUNK, Block, PromptReading, cut_block, put_block
+from specjax.generation.batch_rows import Block, PromptReading, cut_block, put_block
 from specjax.model.kv_cache import KVCache
+from specjax.model.transformer import CHUNK
 
 MOST_BYTES = 2**28
 

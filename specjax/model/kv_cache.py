@@ -16,12 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.cache_entries import (
     Entries,
+    Place,
     QuantizedEntries,
     empty_entries,
     move_entries,
@@ -128,6 +130,32 @@ class KVCache:
             move_entries(entries, rows, sources, targets) for entries in (self.keys, self.values)
         )
         return dataclasses.replace(self, keys=keys, values=values)
+
+    def put_row(self, row: Int32[Array, ""], other: KVCache) -> KVCache:
+        """Returns the cache with the committed entries of another's only row in one of its rows.
+
+        row: int32[]. Nothing is written to a row past the last.
+        other: of one row, and of as many slots.
+        """
+
+        def put(block: jax.Array, cached: tuple[Entries, Entries]) -> tuple[Entries, Entries]:
+            start = block * BLOCK
+
+            def write(whole: jax.Array, one: jax.Array) -> jax.Array:
+                part = lax.dynamic_slice_in_dim(one, start, BLOCK, axis=2)
+                begin: Place = row, 0
+                place = (*begin, start) + (0,) * len(whole.shape[3:])
+                return lax.dynamic_update_slice(whole, part, place)
+
+            written: tuple[Entries, Entries] = jax.tree.map(
+                write, cached, (other.keys, other.values)
+            )
+            return written
+
+        blocks = jnp.where(row < self.lengths.shape[0], -(-other.lengths[0] // BLOCK), 0)
+        keys, values = lax.fori_loop(0, blocks, put, (self.keys, self.values))
+        lengths = self.lengths.at[row].set(other.lengths[0])
+        return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
 
     def sight(self, window: int | None) -> tuple[int | None, int]:
         """The window of a layer's attention and its sinks. window: the layer's own, or None."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -36,6 +37,8 @@ from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, over_layers
 from specjax.model.parallel import embed, gather, own_part
 from specjax.model.params import Params
 from specjax.model.rope import rope_angles
+
+CHUNK = 64  # tokens of a prompt per pass, where prompts are read piece by piece
 
 
 class PassContext(NamedTuple):
@@ -115,6 +118,34 @@ def prefill(
         return cache
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return forward(params, tokens, positions, cache, activation=activation, layers=layers)[1]
+
+
+def prefill_in_chunks(
+    params: Params,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+    cache: KVCache,
+    activation: Activation = "a16",
+    layers: tuple[int, ...] | None = None,
+) -> KVCache:
+    """Returns the cache with the entries of a row's first `lengths` tokens; T may be far more.
+
+    Wide arrays of short texts cost what the texts cost, not what the arrays would.
+    """
+    count, width = tokens.shape
+    chunk = min(CHUNK, width)
+    if chunk == 0:
+        return cache
+    padded = jnp.pad(tokens, ((0, 0), (0, -width % chunk)))
+
+    def read(number: jax.Array, cache: KVCache) -> KVCache:
+        start = jnp.full(count, number * chunk, jnp.int32)
+        part = lax.dynamic_slice_in_dim(padded, number * chunk, chunk, axis=1)
+        positions, cache = start[:, None] + jnp.arange(chunk), cache.with_lengths(start)
+        return forward(params, part, positions, cache, activation=activation, layers=layers)[1]
+
+    filled: KVCache = lax.fori_loop(0, -(-jnp.max(lengths) // chunk), read, cache)
+    return filled.with_lengths(lengths)
 
 
 def _run_layers(

@@ -22,11 +22,12 @@ import jax
 import numpy as np
 
 from specjax.generation.batch import Batch, Completion, empty_batch
-from specjax.generation.batch_rows import CHUNK, Gained, Waiting
+from specjax.generation.batch_rows import Gained, Waiting
 from specjax.generation.kinds import GuidedPrograms, Kind, shapes_of
 from specjax.generation.prefix_cache import PrefixCache
 from specjax.generation.request import Request
 from specjax.model.params import Params
+from specjax.model.transformer import CHUNK
 from specjax.serving.asks import Ask, Finish, Piece, Plan, arrays_of
 from specjax.serving.errors import Busy, Ending
 from specjax.serving.metrics import Metrics

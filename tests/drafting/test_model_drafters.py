@@ -24,7 +24,7 @@ from specjax import (
 from specjax.generation.decoding import start
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
-from specjax.model.transformer import prefill
+from specjax.model.transformer import CHUNK, prefill, prefill_in_chunks
 from specjax.speculation.rounds import step
 from tests.support import small_tokenizers
 from tests.support.compiled import forward
@@ -117,6 +117,21 @@ def test_a_drafts_own_cache_is_what_its_model_writes(name: str) -> None:
     assert (filled >= state.lengths - 2).all()
     for ours, theirs, length in zip(own.keys, again.cache.keys, filled, strict=True):
         np.testing.assert_array_equal(ours[:, :length], theirs[:, :length])
+
+
+def test_a_text_has_the_same_entries_in_chunks() -> None:
+    """The rows' own, however wide the array of their tokens is."""
+    lengths = jnp.array([2, CHUNK + 5], jnp.int32)
+    tokens = jnp.asarray(random_prompts((4 * CHUNK - 3,) * 2, CONFIG.vocab_size))
+    empty = KVCache.create(CONFIG, *tokens.shape)
+    whole, pieces = (
+        prefill(TARGET, tokens, empty), prefill_in_chunks(TARGET, tokens, lengths, empty)
+    )  # fmt: skip
+    np.testing.assert_array_equal(pieces.lengths, lengths)
+    for ours, theirs in ((pieces.keys, whole.keys), (pieces.values, whole.values)):
+        for row, length in enumerate(lengths.tolist()):
+            np.testing.assert_array_equal(ours[row, :, :length], theirs[row, :, :length])
+        assert not np.asarray(ours)[:, :, 2 * CHUNK :].any(), "read beyond the longest text"
 
 
 def test_a_draft_equal_to_the_target_is_never_rejected() -> None:

@@ -113,13 +113,14 @@ def test_no_door_gives_a_text(sampling: specjax.Sampling | None) -> None:
 
 def test_a_row_that_failed_serves_the_next_prompt(plain: specjax.DecodeResult) -> None:
     unused = next(iter({*range(CONFIG.vocab_size)} - {*np.ravel(plain.tokens).tolist()}))
-    completions = specjax.decode_many(
-        without(SOUND, unused), [[1, unused], PROMPTS[0]], rows=1, max_new_tokens=NEW,
+    failing = [[1, unused, *PROMPTS[0]], [1, unused]]  # NaN where a prompt is read, and in a row
+    *failed, last = specjax.decode_many(
+        without(SOUND, unused), [*failing, PROMPTS[0]], rows=1, max_new_tokens=NEW,
         drafter=specjax.Autoregressive(), stop_tokens=(),
     )  # fmt: skip
-    assert completions[0].error is not None
-    assert completions[1].error is None
-    assert completions[1].tokens.tolist() == outputs(plain)[0]
+    assert all(completion.error is not None for completion in failed)
+    assert last.error is None
+    assert last.tokens.tolist() == outputs(plain)[0]
 
 
 def test_tokens_that_end_a_row_first_are_no_failure(plain: specjax.DecodeResult) -> None:

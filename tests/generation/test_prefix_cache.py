@@ -9,7 +9,6 @@ import pytest
 import specjax
 from specjax.generation.batch import empty_batch
 from specjax.generation.batch_rows import (
-    CHUNK,
     Job,
     PromptReading,
     Waiting,
@@ -19,6 +18,7 @@ from specjax.generation.batch_rows import (
 from specjax.generation.batching import decode_many
 from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.request import Request
+from specjax.model.transformer import CHUNK
 from tests.support.covering import left_out, representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,3 +55,22 @@ def test_bfloat16_is_stored_as_its_bits() -> None:
     cache = KVCache.create(config, 1, 16).write(0, new, new)
     assert cache.keys.dtype == jnp.uint16
     assert cache.keys[0, 0, 0, 0, 0] == np.asarray(jnp.bfloat16(1.5)).view(np.uint16)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_row_takes_the_blocks_with_entries_of_another_cache(bits: int) -> None:
+    """Into that row alone; a row that another device has takes nothing."""
+    before, other = (
+        jax.tree.map(lambda leaf, fill=fill: jnp.full_like(leaf, fill), cache)
+        for fill, cache in ((1, KVCache.create(CONFIG, ROWS, 400, bits)),
+                            (2, KVCache.create(CONFIG, 1, 400, bits)))
+    )  # fmt: skip
+    other = other.with_lengths(jnp.array([130], jnp.int32))  # 4 blocks of 128 slots, 2 in use
+    after = jax.jit(KVCache.put_row)(before, jnp.int32(1), other)
+    for leaf in jax.tree.leaves((after.keys, after.values)):
+        assert (np.asarray(leaf)[1, :, :256] == 2).all()
+        assert (np.asarray(leaf)[1, :, 256:] == 1).all()
+        assert (np.asarray(leaf)[[0, 2]] == 1).all()
+    assert after.lengths.tolist() == [1, 130, 1]
+    elsewhere = jax.jit(KVCache.put_row)(before, jnp.int32(ROWS), other)
+    jax.tree.map(np.testing.assert_array_equal, elsewhere, before)
