@@ -49,7 +49,6 @@ from pallas_kernels.formats import (
     Bfloat16Weight,
     Int4Weight,
     Int8Weight,
-    has_cheap_reading,
     int4_from_integers,
     int8_from_integers,
     mxfp4_from_codes,
@@ -60,6 +59,7 @@ from pallas_kernels.nested import Nested, NestedInt8Weight
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 from pallas_kernels.weight_values import dequantize
+from pallas_kernels.weights import has_cheap_reading
 
 PARTS = ("products", "norms", "entries", "attention", "decoding", "speed")
 SECONDS = 240  # of measuring; the checks before take up to five minutes

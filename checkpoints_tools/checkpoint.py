@@ -29,17 +29,11 @@ from jax.sharding import Mesh, NamedSharding
 from checkpoints_tools.gguf.tokenizer import read_gguf_tokenizer
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.formats import (
-    Bfloat16Weight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Outliers,
-    Weight,
-)
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight, Outliers
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 from pallas_kernels.weight_checks import check_arrays
+from pallas_kernels.weights import Weight
 from specjax.checks import Check, Number, Whole, printable, shown
 from specjax.files.atomic_directory import recover, replacing
 from specjax.files.json_objects import as_object, read_object

@@ -25,7 +25,8 @@ from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_
 from checkpoints_tools.quantization.recipe import Recipe
 from checkpoints_tools.quantization.resumable import ResumableRun, run_key
 from checkpoints_tools.sources import locate
-from pallas_kernels.formats import Quantized, Weight
+from pallas_kernels.formats import Quantized
+from pallas_kernels.weights import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params
 from specjax.model.room import check_weights

@@ -25,19 +25,11 @@ from checkpoints_tools import checkpoint
 from checkpoints_tools.huggingface import their_name
 from checkpoints_tools.huggingface_config import write_config
 from checkpoints_tools.prequantized.layout import groups, pack_integers, unsigned
-from pallas_kernels.formats import (
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Quantized,
-    Rounded,
-    Weight,
-    integers,
-    unpack,
-)
+from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight, Quantized, integers, unpack
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.planes import in_one_plane
 from pallas_kernels.weight_values import plain_values
+from pallas_kernels.weights import Rounded, Weight
 from specjax.files.atomic_directory import replacing
 from specjax.model.params import Params, check_is_params
 from specjax.model.weight_names import HEAD, is_block_matrix, named_weights

@@ -19,7 +19,7 @@ from checkpoints_tools.huggingface import open_checkpoint
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
 from checkpoints_tools.sources import locate
 from checkpoints_tools.tokenizer import Tokenizer, read_tokenizer
-from pallas_kernels.formats import Weight
+from pallas_kernels.weights import Weight
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
 from specjax.model.params import Params, held, prepack

@@ -13,8 +13,9 @@ For CPUs the rows of a weight's arrays can be interleaved (`pallas_kernels.inter
 below are those of a weight stored row by row.
 
 Other formats have modules of their own: a bfloat16 matrix in 12 bits a weight (`bfloat12`), and
-matrices in two planes (`nested`). Other modules hold the values of weights (`weight_values`),
-quantization methods (`checkpoints_tools.quantization`) and arithmetic (`matmul`).
+matrices in two planes (`nested`); `weights` names them all. Other modules hold the values of
+weights (`weight_values`), quantization methods (`checkpoints_tools.quantization`) and arithmetic
+(`matmul`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8, Int32, UInt8
 
 from pallas_kernels.arrays import Arrays
-from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.nested import Nested, NestedInt8Weight
 from pallas_kernels.settings import own_settings
 
 PLANE = 128  # inputs per nibble plane
@@ -188,19 +187,6 @@ class Bfloat16Weight(Arrays):
 
 
 Quantized = Int4Weight | Mxfp4Weight | Int8Weight
-Rounded = Quantized | NestedInt8Weight
-Unquantized = jax.Array | Bfloat16Weight | Bfloat12Weight
-Weight = Unquantized | Quantized | Nested
-
-
-def is_format(value: object) -> bool:
-    """Whether a value is a weight in one of the formats, not an array or another tree."""
-    return isinstance(value, Bfloat16Weight | Bfloat12Weight | Quantized | Nested)
-
-
-def has_cheap_reading(weight: Weight) -> bool:
-    """Whether products may take 8- or 4-bit activations: the weight is quantized or nested."""
-    return isinstance(weight, Quantized | Nested)
 
 
 def plain_weight(
@@ -217,15 +203,6 @@ def plain_weight(
     if values.dtype != jnp.bfloat16:
         return values
     return Bfloat16Weight(jax.lax.bitcast_convert_type(values, jnp.uint16))
-
-
-def check_plain_columns(weight: Weight) -> None:
-    """Raises ValueError for a weight with outliers or an order, which only `matmul` handles."""
-    for name in ("outliers", "order"):
-        if getattr(weight, name, None) is not None:
-            raise ValueError(
-                f"weight must have no {name} here, got some; pallas_kernels.matmul handles it"
-            )
 
 
 def check_group_size(group_size: int | None) -> None:

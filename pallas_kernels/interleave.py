@@ -22,8 +22,9 @@ import numpy as np
 
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import Bfloat12Weight, some_bits
-from pallas_kernels.formats import Bfloat16Weight, Weight
+from pallas_kernels.formats import Bfloat16Weight
 from pallas_kernels.nested import NestedWeight
+from pallas_kernels.weights import Weight
 
 # The arrays of a weight that have a row per output, and the number of their values in a word.
 PER_WORD = {"packed": 4, "rest": 4, "integers": 4, "bits": 2, "scales": 1, "zeros": 1, "minima": 1}

@@ -22,10 +22,7 @@ from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
     Outliers,
-    Rounded,
-    Weight,
     check_one_offset,
-    has_cheap_reading,
 )
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.nested import Nested, NestedWeight
@@ -34,6 +31,7 @@ from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float
 from pallas_kernels.settings import own_settings
 from pallas_kernels.stacks import Stacked, form, taken
+from pallas_kernels.weights import Rounded, Weight, has_cheap_reading
 
 Matrix = Weight | Stacked
 

@@ -11,15 +11,12 @@ as large as the matrix was. `pallas_kernels.planes` takes nested weights apart.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 
 from pallas_kernels.arrays import Arrays
-
-if TYPE_CHECKING:
-    from pallas_kernels.bfloat12 import Bfloat12Weight
-    from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight
+from pallas_kernels.bfloat12 import Bfloat12Weight
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight
 
 
 @jax.tree_util.register_dataclass

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation, check_activation, quantize_activations
-from pallas_kernels.formats import PLANE, Int8Weight, Quantized, Rounded, check_plain_columns
+from pallas_kernels.formats import PLANE, Int8Weight, Quantized
 from pallas_kernels.rounding import check_float
 from pallas_kernels.weight_checks import check_arrays
+from pallas_kernels.weights import Rounded, check_plain_columns
 
 
 def check(

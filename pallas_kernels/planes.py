@@ -10,12 +10,12 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
-    Rounded,
     int4_from_integers,
     pack,
     unpack,
 )
 from pallas_kernels.nested import Nested, NestedInt8Weight, NestedWeight
+from pallas_kernels.weights import Rounded
 
 # The integers of 8 bits whose rounded sixteenths are -7 … 7.
 SMALLEST, LARGEST = -7 * 16 - 8, 7 * 16 + 7

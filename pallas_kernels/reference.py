@@ -32,9 +32,6 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
-    Rounded,
-    Weight,
-    check_plain_columns,
     e2m1_integers,
     group_scales,
     nibbles,
@@ -47,6 +44,7 @@ from pallas_kernels.planes import in_one_plane
 from pallas_kernels.rounding import rounded_product
 from pallas_kernels.row_tiles import map_row_tiles
 from pallas_kernels.weight_values import dequantize
+from pallas_kernels.weights import Rounded, Weight, check_plain_columns
 
 OUTPUT_CHUNK = 256
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import Weight
+from pallas_kernels.weights import Weight
 
 
 @jax.tree_util.register_dataclass

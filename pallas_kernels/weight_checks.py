@@ -18,12 +18,12 @@ from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    Weight,
     check_group_size,
     check_one_offset,
     padded_inputs,
 )
 from pallas_kernels.nested import NestedInt8Weight, NestedWeight
+from pallas_kernels.weights import Weight
 
 
 def check_arrays(weight: Weight) -> None:

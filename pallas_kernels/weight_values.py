@@ -12,9 +12,6 @@ from pallas_kernels.formats import (
     Int4Weight,
     Mxfp4Weight,
     Quantized,
-    Rounded,
-    Unquantized,
-    Weight,
     group_scales,
     integers,
     zero_points,
@@ -23,6 +20,7 @@ from pallas_kernels.interleave import by_rows, some_rows
 from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 from pallas_kernels.planes import joined
 from pallas_kernels.rounding import rounded_product
+from pallas_kernels.weights import Rounded, Unquantized, Weight
 
 
 def plain_values(weight: Unquantized | NestedWeight) -> Float[Array, " N *K"]:

@@ -42,12 +42,12 @@ from pallas_kernels.formats import (
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    Rounded,
     padded_inputs,
 )
 from pallas_kernels.mosaic_tpu import quantized_matmul
 from pallas_kernels.mosaic_tpu.decode import storage
 from pallas_kernels.nested import NestedInt8Weight
+from pallas_kernels.weights import Rounded
 
 CHIPS = {"v5e": ("v5e:2x2", "TPU v5 lite"), "v6e": ("v6e:2x2", "TPU v6 lite"),
          "tpu7x": ("tpu7x:2x2x1", "TPU7x")}  # fmt: skip

@@ -27,16 +27,10 @@ from benchmarks.kernels.rates import device_name, rates
 from benchmarks.support import common
 from pallas_kernels import cpu, mosaic_gpu
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
-from pallas_kernels.formats import (
-    Bfloat16Weight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Quantized,
-    Weight,
-)
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight, Quantized
 from pallas_kernels.matmul import matmul
 from pallas_kernels.weight_values import plain_values
+from pallas_kernels.weights import Weight
 from specjax.model.params import prepack_weight
 
 LAYERS = {  # (K, N) of the linear layers, each once

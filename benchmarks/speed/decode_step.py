@@ -33,7 +33,8 @@ import specjax
 from benchmarks import peers
 from benchmarks.support import common
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized, Weight
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized
+from pallas_kernels.weights import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Layer, Linear, over_layers

@@ -23,8 +23,9 @@ from jaxtyping import Array, Float, Int32
 
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
 from checkpoints_tools.quantization.rtn import round_to_nearest
-from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized, Rounded
+from pallas_kernels.formats import Int4Weight, Int8Weight, Outliers, Quantized
 from pallas_kernels.weight_values import plain_values
+from pallas_kernels.weights import Rounded
 from specjax.model.layers import Layer, Linear
 
 OUTLIERS = 128

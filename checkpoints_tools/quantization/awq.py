@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from checkpoints_tools.quantization.calibration import InputStatistics, LayerStatistics
-from pallas_kernels.formats import Rounded
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import dequantize
+from pallas_kernels.weights import Rounded
 from specjax.model.config import ModelConfig
 from specjax.model.layers import Layer, Linear
 

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
-from pallas_kernels.formats import Weight, is_format
+from pallas_kernels.weights import Weight, is_format
 from specjax.model import parallel
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache

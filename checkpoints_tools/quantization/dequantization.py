@@ -10,11 +10,12 @@ from functools import partial
 import jax
 
 from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.formats import Bfloat16Weight, Quantized, Rounded, Weight, is_format
+from pallas_kernels.formats import Bfloat16Weight, Quantized
 from pallas_kernels.nested import Nested
 from pallas_kernels.settings import own_settings
 from pallas_kernels.weight_values import dequantize as values_of
 from pallas_kernels.weight_values import plain_values
+from pallas_kernels.weights import Rounded, Weight, is_format
 from specjax.checks import printable
 from specjax.model.params import Params, check_is_params, held, prepack, unstack_layers
 

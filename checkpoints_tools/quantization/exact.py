@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight, Weight
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Mxfp4Weight
 from pallas_kernels.nested import NestedWeight
+from pallas_kernels.weights import Weight
 
 
 def in_12_bits(name: str, weight: Float[Array, "N K"]) -> Bfloat12Weight | Bfloat16Weight:

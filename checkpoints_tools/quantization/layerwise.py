@@ -30,8 +30,8 @@ from checkpoints_tools.quantization.calibration import (
 )
 from checkpoints_tools.quantization.exact import in_12_bits
 from checkpoints_tools.quantization.recipe import GPTQ, Recipe
-from pallas_kernels.formats import Rounded, Weight
 from pallas_kernels.weight_values import dequantize, plain_values
+from pallas_kernels.weights import Rounded, Weight
 from specjax.model.config import ModelConfig
 from specjax.model.layers import LINEARS, Layer, Linear
 from specjax.model.weight_names import HEAD, layer_from_weights, layer_weights

@@ -28,10 +28,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.formats import Bfloat16Weight, Rounded, Weight, plain_weight
+from pallas_kernels.formats import Bfloat16Weight, plain_weight
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import plain_values
+from pallas_kernels.weights import Rounded, Weight
 from specjax.model.config import ModelConfig
 from specjax.model.layers import Layer, Linear
 

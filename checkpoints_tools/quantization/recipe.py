@@ -26,14 +26,8 @@ from checkpoints_tools.quantization.gptq import round_by_gptq
 from checkpoints_tools.quantization.mxfp4 import cast_to_mxfp4
 from checkpoints_tools.quantization.nested8 import round_nested
 from checkpoints_tools.quantization.rtn import BITS, IntegerWeight, round_clipped, round_to_nearest
-from pallas_kernels.formats import (
-    MXFP4_GROUP,
-    Int4Weight,
-    Quantized,
-    Rounded,
-    Weight,
-    check_group_size,
-)
+from pallas_kernels.formats import MXFP4_GROUP, Int4Weight, Quantized, check_group_size
+from pallas_kernels.weights import Rounded, Weight
 from specjax.checks import shown
 
 TRANSFORMS = ("quarot", "awq", "atom", "act-order")  # in the order in which they apply

@@ -17,7 +17,7 @@ from pallas_kernels.cache_entries import Entries
 from pallas_kernels.cpu.batches import as_rows, entry
 from pallas_kernels.cpu.matmul_call import collected, describe
 from pallas_kernels.cpu.native import check_available
-from pallas_kernels.formats import Weight
+from pallas_kernels.weights import Weight
 
 Arrays = tuple[jax.Array, ...]
 _ROWS = 3  # x, keys and values, whose first axis is B and which the call returns

@@ -14,8 +14,9 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.activations import LEVELS, Activation
 from pallas_kernels.cpu.batches import entry
 from pallas_kernels.cpu.native import WEIGHT_KINDS, check_available, instruction_sets
-from pallas_kernels.formats import Weight, check_plain_columns, plain_weight
+from pallas_kernels.formats import plain_weight
 from pallas_kernels.stacks import Stacked, form
+from pallas_kernels.weights import Weight, check_plain_columns
 
 Buffers = tuple[jax.Array, ...]
 

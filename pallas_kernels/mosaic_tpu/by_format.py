@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import Bfloat16Weight, Rounded
+from pallas_kernels.formats import Bfloat16Weight
 from pallas_kernels.mosaic_tpu import bfloat16_matmul, quantized_matmul
+from pallas_kernels.weights import Rounded
 
 
 def matmul(

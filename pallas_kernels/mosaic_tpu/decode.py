@@ -17,16 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.formats import (
-    BLOCK,
-    PLANE,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Quantized,
-    Rounded,
-)
+from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, Int8Weight, Mxfp4Weight, Quantized
 from pallas_kernels.nested import NestedInt8Weight
+from pallas_kernels.weights import Rounded
 
 Kind = type[Rounded]
 

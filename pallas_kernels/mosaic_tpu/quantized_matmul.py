@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import BLOCK, PLANE, Quantized, Rounded, padded_inputs
+from pallas_kernels.formats import BLOCK, PLANE, Quantized, padded_inputs
 from pallas_kernels.mosaic_tpu import tiles
 from pallas_kernels.mosaic_tpu.decode import (
     above_smallest,
@@ -48,6 +48,7 @@ from pallas_kernels.mosaic_tpu.decode import (
     storage,
 )
 from pallas_kernels.operands import check, group_parts, group_sums, multiplicands, product_dtype
+from pallas_kernels.weights import Rounded
 
 Refs = dict[str, jax.Ref]  # a kernel's operands, or its scratch memory, by name
 

@@ -8,10 +8,10 @@ from typing import cast
 import jax
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import Rounded
 from pallas_kernels.stacks import Stacked, form
 from pallas_kernels.triton_gpu import bfloat16_matmul, quantized_matmul
 from pallas_kernels.triton_gpu.bfloat16_values import Exact
+from pallas_kernels.weights import Rounded
 
 Served = Rounded | Exact | Stacked
 

@@ -30,12 +30,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import BLOCK, Quantized, Rounded, padded_inputs
+from pallas_kernels.formats import BLOCK, Quantized, padded_inputs
 from pallas_kernels.operands import by_kind, check, group_parts, group_sums
 from pallas_kernels.stacks import Stacked, in_stack, taken_shapes
 from pallas_kernels.triton_gpu.quantization import quantize
 from pallas_kernels.triton_gpu.quantized_values import QuantizedTile, stored
 from pallas_kernels.triton_gpu.segments import ROW_TILES, launch, steps_per_segment
+from pallas_kernels.weights import Rounded
 
 MOST_ROWS = 32  # of x per program
 STAGES = 3  # with more, fewer programs share a multiprocessor

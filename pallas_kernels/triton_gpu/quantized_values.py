@@ -12,19 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import words
-from pallas_kernels.formats import (
-    BLOCK,
-    PLANE,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Quantized,
-    Rounded,
-)
+from pallas_kernels.formats import BLOCK, PLANE, Int4Weight, Int8Weight, Mxfp4Weight, Quantized
 from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.operands import group_parts, product_dtype
 from pallas_kernels.triton_gpu.segments import COLUMN_TILE, Refs, both, inside, load
 from pallas_kernels.triton_gpu.word import Word, as_words, bytes_, halves, interleaved
+from pallas_kernels.weights import Rounded
 
 # By name and group: a block's scales, zeros and minima, [N, 1] each, and those of x, [1, M] each.
 Columns = dict[str, list[jax.Array]]

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.bfloat12 import Bfloat12Weight, with_room
-from pallas_kernels.formats import Weight
 from pallas_kernels.matmul import reads_all_alike
 from pallas_kernels.stacks import Stacked
+from pallas_kernels.weights import Weight
 
 Carry = TypeVar("Carry")
 _LINE = 64  # bytes of a cache line

@@ -35,10 +35,11 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.formats import Weight, is_format, plain_weight
+from pallas_kernels.formats import plain_weight
 from pallas_kernels.nested import NestedWeight
 from pallas_kernels.rounding import round_to
 from pallas_kernels.weight_values import plain_values, take_rows
+from pallas_kernels.weights import Weight, is_format
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from pallas_kernels import cpu
 from pallas_kernels.bfloat12 import Bfloat12Weight
-from pallas_kernels.formats import Quantized, Weight, has_cheap_reading, is_format, plain_weight
+from pallas_kernels.formats import Quantized, plain_weight
 from pallas_kernels.interleave import by_rows, interleave
 from pallas_kernels.nested import Nested
+from pallas_kernels.weights import Weight, has_cheap_reading, is_format
 from specjax.model.config import ModelConfig
 from specjax.model.layers import (
     LINEARS,

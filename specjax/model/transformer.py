@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels import cpu
 from pallas_kernels.activations import Activation
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import has_cheap_reading
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.matmul import matmul, plane
 from pallas_kernels.norms import rms_norm
@@ -31,6 +30,7 @@ from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stacks import Stacked, form
 from pallas_kernels.swiglu import swiglu
+from pallas_kernels.weights import has_cheap_reading
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, over_layers

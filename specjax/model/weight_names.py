@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pallas_kernels.formats import Weight
+from pallas_kernels.weights import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.layers import LINEARS, Layer, Linear
 from specjax.model.params import Params, linear_shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,6 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.rounding import rounded_product
 from specjax.checks import check_integer, check_number, shown
-
-if TYPE_CHECKING:
-    from specjax.speculation.sampling import Sampling
 
 _MOST_BIAS = 100.0
 
@@ -169,25 +166,33 @@ def count_tokens(
 
 
 def penalize(
-    logits: Float32[Array, "*B V"], sampling: Sampling, earlier: Earlier
+    logits: Float32[Array, "*B V"],
+    earlier: Earlier,
+    *,
+    bias: LogitBias | None,
+    repetition: Any,
+    presence: Any,
+    frequency: Any,
 ) -> Float32[Array, "*B V"]:
-    """Adds the bias, then applies the penalties. f32[..., V] -> f32[..., V]."""
-    if sampling.logit_bias is not None:
-        assert isinstance(sampling.logit_bias, LogitBias)
-        bias = sampling.logit_bias.dense(logits.shape[-1])
-        logits += bias.reshape(bias.shape[0], *(1,) * (logits.ndim - 2), bias.shape[1])
-    if sampling.repetition_penalty is not None:
+    """Adds the bias, then applies the penalties. f32[..., V] -> f32[..., V].
+
+    Those that are None change nothing; the others are fields of `Sampling`.
+    """
+    if bias is not None:
+        values = bias.dense(logits.shape[-1])
+        logits += values.reshape(values.shape[0], *(1,) * (logits.ndim - 2), values.shape[1])
+    if repetition is not None:
         assert earlier.seen is not None
-        penalty = beside(sampling.repetition_penalty, logits)
-        changed = jnp.where(logits < 0, logits * penalty, logits / penalty)
+        factor = beside(repetition, logits)
+        changed = jnp.where(logits < 0, logits * factor, logits / factor)
         logits = jnp.where(earlier.seen, changed, logits)
-    if sampling.presence_penalty is not None:
+    if presence is not None:
         assert earlier.counts is not None
-        logits -= jnp.where(earlier.counts > 0, beside(sampling.presence_penalty, logits), 0)
-    if sampling.frequency_penalty is not None:
+        logits -= jnp.where(earlier.counts > 0, beside(presence, logits), 0)
+    if frequency is not None:
         assert earlier.counts is not None
         counts = earlier.counts.astype(jnp.float32)
-        logits -= rounded_product(counts, beside(sampling.frequency_penalty, logits))
+        logits -= rounded_product(counts, beside(frequency, logits))
     return logits
 
 

@@ -197,7 +197,11 @@ def probabilities(
     sampling: numbers, or arrays of the logits' first axis.
     earlier: the tokens that its penalties apply to.
     """
-    logits = penalize(logits, sampling, earlier)
+    assert not isinstance(sampling.logit_bias, Mapping | Sequence)
+    logits = penalize(
+        logits, earlier, bias=sampling.logit_bias, repetition=sampling.repetition_penalty,
+        presence=sampling.presence_penalty, frequency=sampling.frequency_penalty,
+    )  # fmt: skip
     # The maximum goes first, so that it is exactly 0 however small the temperature.
     logits = (logits - row_max(logits)) / beside(sampling.temperature, logits)
     if sampling.top_k is not None:

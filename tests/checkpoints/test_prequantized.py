@@ -15,7 +15,8 @@ import pytest
 import specjax
 from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load
-from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight, Weight
+from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight
+from pallas_kernels.weights import Weight
 from specjax.model.params import Params
 from tests.checkpoints.test_convert import assert_same
 from tests.support import packers

@@ -19,11 +19,12 @@ from pallas_kernels.bfloat12 import (
     with_room,
 )
 from pallas_kernels.cpu.native import instruction_sets
-from pallas_kernels.formats import Bfloat16Weight, Weight
+from pallas_kernels.formats import Bfloat16Weight
 from pallas_kernels.interleave import by_rows, interleave
 from pallas_kernels.matmul import matmul
 from pallas_kernels.stacks import Stacked
 from pallas_kernels.weight_checks import check_arrays
+from pallas_kernels.weights import Weight
 from tests.support.compiled import dequantize, plain_values, take_rows
 from tests.support.covering import representatives
 from tests.support.random_weights import random_bits, random_rows

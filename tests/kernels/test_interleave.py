@@ -17,9 +17,10 @@ import specjax
 from checkpoints_tools.loading import read
 from pallas_kernels import cpu
 from pallas_kernels.cpu.native import instruction_sets
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized, Weight
+from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized
 from pallas_kernels.interleave import TILE, by_rows, interleave, is_interleaved
 from pallas_kernels.matmul import matmul
+from pallas_kernels.weights import Weight
 from specjax.evaluation.digests import digest
 from specjax.model.params import Params, stored
 from tests.support.compiled import dequantize, take_rows

@@ -27,8 +27,6 @@ from pallas_kernels.formats import (
     Int8Weight,
     Mxfp4Weight,
     Quantized,
-    Rounded,
-    Weight,
     int4_from_integers,
     int8_from_integers,
     mxfp4_from_codes,
@@ -38,6 +36,7 @@ from pallas_kernels.formats import (
 from pallas_kernels.interleave import interleave
 from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight
+from pallas_kernels.weights import Rounded, Weight
 from tests.support.compiled import dequantize, quantize_activations
 from tests.support.covering import representatives
 from tests.support.random_weights import FORMATS, SOME, random_int4, random_rows, random_weight

@@ -13,9 +13,9 @@ import pytest
 
 import specjax
 from pallas_kernels import cpu
-from pallas_kernels.formats import has_cheap_reading
 from pallas_kernels.matmul import matmul
 from pallas_kernels.stacks import Stacked
+from pallas_kernels.weights import has_cheap_reading
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import LINEARS, Layer, LayerStack, Linear, _empty
 from specjax.model.params import Params, stack_layers, unstack_layers

@@ -15,13 +15,13 @@ from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
 from pallas_kernels.formats import (
     Int4Weight,
     Outliers,
-    Weight,
     int4_from_integers,
     int8_from_integers,
     mxfp4_from_codes,
     plain_weight,
 )
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
+from pallas_kernels.weights import Weight
 
 FORMATS = (
     "int4-32", "int4-64", "int4-128", "int4-channel",
