@@ -17,9 +17,7 @@ def draw(folder: Path) -> None:
     plt.rcParams.update({"legend.fontsize": 8, "axes.grid": True, "grid.alpha": 0.3})
     greedy = load("epyc/compression_greedy").rows
     _instruct(folder / "instruct.png")
-    _gains(folder / "gains.png")
     _acceptance(load("epyc/outputs_tiny_8").rows, folder / "acceptance-tiny.png")
-    _lengths(load("epyc/drafters_lengths").rows, folder / "draft-lengths.png")
     _steps([row for row in greedy if "by_step" in row], folder / "tokens-by-step.png")
     sources = [r for name in ("compression", "compression_greedy", "compression_choices")
                for r in load(f"epyc/{name}").rows if r["part"] == "sources"]  # fmt: skip
@@ -67,33 +65,6 @@ def _instruct(path: Path) -> None:
     _save(figure, path)
 
 
-def _gains(path: Path) -> None:
-    """Speed-up over plain decoding by drafter; what loses first."""
-    from benchmarks.support.quotes import gains
-
-    lines = gains()
-    figure, axes = _figure(4.6)
-    places = range(len(lines))
-    for offset, batch, color in ((-0.2, "1", "#3b6ea8"), (0.2, "8", "#c98b3c")):
-        values = [line[batch] or 0 for line in lines]
-        bars = axes.barh(
-            [p + offset for p in places], values, 0.38, color=color, label=f"batch {batch}"
-        )
-        axes.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=7, padding=2)
-    axes.axvline(1, color="0.2", linewidth=1, zorder=0)
-    axes.set_yticks(places, [line["name"] for line in lines], fontsize=8)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper right")
-    axes.set_xlim(0, 1.1 * max(line["1"] for line in lines))
-    environment = load("epyc/drafters_1").environment
-    axes.set_xlabel(
-        "speed-up over plain decoding (the line)\n1.04 billion parameters, greedy, "
-        f"{environment['cores']} cores of an {environment['processor']}", fontsize=8,
-    )  # fmt: skip
-    _save(figure, path)
-
-
 def _acceptance(rows: Rows, path: Path) -> None:
     """Share of drafts kept against draft length, one line per kind and activation."""
     rows = [row for row in largest_batch(rows) if row["overwrite"]]
@@ -106,23 +77,6 @@ def _acceptance(rows: Rows, path: Path) -> None:
             axes.plot(lengths, kept, style, marker="o", markersize=3, label=f"{kind}, {activation}")
     axes.set(xlabel="draft length", ylabel="drafts accepted", ylim=(0, 1.02))
     axes.legend(ncols=2)
-    _save(figure, path)
-
-
-def _lengths(rows: Rows, path: Path) -> None:
-    """Speed-up against constant draft length; the schedules as levels across."""
-    constants = [row for row in rows if row["drafter"].isdigit()]
-    schedules = [row for row in rows if row not in constants and row["drafter"] != "plain"]
-    figure, axes = _figure()
-    axes.plot(
-        [row["draft_length"] for row in constants], [row["speedup"] for row in constants],
-        marker="o", markersize=3, label="constant",
-    )  # fmt: skip
-    axes.axhline(1, color="0.2", linewidth=1, label="plain decoding")
-    for row, style in zip(schedules, (":", "--", "-."), strict=False):
-        axes.axhline(row["speedup"], color="0.4", linestyle=style, label=row["drafter"])
-    axes.set(xlabel="draft length", ylabel="speed-up over plain decoding")
-    axes.legend()
     _save(figure, path)
 
 

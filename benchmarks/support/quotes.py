@@ -2,13 +2,13 @@
 
 A table stands between two comments and is made by the function of that name:
 
-    <!-- results: gains -->
+    <!-- results: refinement -->
     <!-- end of results -->
 
 A number in prose is followed by a comment that names its file, field and row; `median`, `min`,
 `max` or `sum` before the field takes several rows together:
 
-    0.90×<!-- epyc/drafters_1: speedup of drafter=QSpec, 4-bit target -->
+    1.42×<!-- xeon_amx/drafters_1: speedup of drafter=QSpec, 4-bit target -->
     90 %<!-- epyc/products: median fraction of kernel=w4a8; m=1 -->
 
 A number that nothing here measured (a limit, a size that was chosen) says `<!-- not measured -->`;
@@ -72,52 +72,6 @@ def _quoted(note: str) -> float:
     if reduction is None:
         return float(value(rows, field, **conditions))
     return REDUCTIONS[reduction]([row[field] for row in select(rows, **conditions) if field in row])
-
-
-# The drafters that README shows: its name, the name in the results, and the file's suffix.
-DRAFTERS = (
-    ("QSpec, W4A8, of a 4-bit model", "QSpec, 4-bit target", ""),
-    ("a sixth of the layers skipped", "layer skip", ""),
-    ("prompt lookup", "prompt lookup", "_text"),
-    ("MXFP4 cast, W4A8", "MXFP4 cast, a8", ""),
-    ("MXFP4 cast, W4A16", "MXFP4 cast", ""),
-    ("INT4 cast, W4A8", "INT4 cast, a8", ""),
-    ("Lookahead, W = G = 2", "Lookahead, W = G = 2", "_text"),
-    ("n-gram counts (ANPD)", "ANPD", "_text"),
-    ("INT4 cast, a small model below", "two levels, INT4 a8", ""),
-    ("SPECTRA-CORE, W = G = 2", "CORE, W = G = 2", "_text"),
-    ("a small model", "small model", ""),
-)
-
-
-def gains() -> list[dict[str, Any]]:
-    """Speed-ups over plain decoding at batch 1 and 8 on one machine, and on another."""
-    lines = []
-    for name, drafter, suffix in DRAFTERS:
-        line: dict[str, Any] = {"name": name}
-        for batch in ("1", "8"):
-            line[batch] = _speedup(f"epyc/drafters{suffix}_{batch}", drafter)
-        line["xeon"] = _speedup("xeon_amx/drafters_1", drafter)
-        lines.append(line)
-    return sorted(lines, key=lambda line: line["1"])
-
-
-def _speedup(name: str, drafter: str) -> float | None:
-    rows = select(load(name).rows, drafter=drafter)
-    return rows[0]["speedup"] if rows else None
-
-
-def _gains() -> str:
-    lines = [
-        {
-            "draft": line["name"],
-            "EPYC, batch 1": figure(line["1"], 2, "×"),
-            "EPYC, batch 8": figure(line["8"], 2, "×"),
-            "Xeon with AMX, batch 1": figure(line["xeon"], 2, "×"),
-        }
-        for line in gains()
-    ]
-    return table(lines, list(lines[0]))
 
 
 INSTRUCT_RESULTS = "epyc/smollm2_drafters", "epyc/smollm2_drafters_8"
@@ -236,7 +190,6 @@ def _tiny_losses() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "gains": _gains,
     "instruct": _instruct,
     "spectra": _spectra,
     "refinement": _refinement,

@@ -82,11 +82,6 @@ def papers(rows: Rows) -> str:
     )  # fmt: skip
 
 
-def drafters(rows: Rows) -> str:
-    lengths = any(row["part"] == "lengths" for row in rows)
-    return (f"{_picture('draft-lengths')}\n\n" if lengths else "") + compact(rows)
-
-
 def by_part(rows: Rows, shown: Callable[[Rows], str] = plain) -> str:
     """One table per part."""
     parts = dict.fromkeys(row["part"] for row in rows)

@@ -55,12 +55,6 @@ HEADINGS = {
     "smollm2_long_4": "Batch 4",
     "smollm2_llama_cpp": "The newest run",
     "smollm2_llama_cpp_older": "An older run",
-    "drafters_1": "Batch 1",
-    "drafters_1_longer": "Batch 1, other lengths",
-    "drafters_8": "Batch 8",
-    "drafters_lengths": "Draft lengths of an MXFP4 cast",
-    "drafters_text_1": "Drafts from the text, batch 1",
-    "drafters_text_8": "Drafts from the text, batch 8",
     "decode_step": "Batch 1 and 8",
     "decode_step_again": "Batch 1 again",
     "schemes": "`tiny-16bit`",
@@ -148,7 +142,7 @@ BILLION = Page(
                 "(`benchmarks/support/widen.py`): acceptance is the small model's, cost the "
                 "large's. *speedup* is over plain decoding in the same run. *16-bit head* keeps "
                 "the output matrix in 16 bits; *4-bit target* rows compare with plain decoding of "
-                "that model.", section_tables.drafters, apart=True),
+                "that model.", compact, apart=True),
         Section("speed.planner", "planner", "Predicted and measured speed-up", render=compact),
     ),
 )  # fmt: skip
