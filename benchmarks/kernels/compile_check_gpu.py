@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -35,6 +34,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
+from benchmarks.support.common import write
 from pallas_kernels import mosaic_gpu, triton_gpu
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS, Bfloat12Weight
@@ -301,10 +301,7 @@ def main() -> int:
     for row in checks(topology.devices[0]):
         found.append(row)
         print("| " + " | ".join(map(str, dataclasses.astuple(row))) + " |", flush=True)
-    if arguments.json:
-        table = [dataclasses.asdict(row) for row in found]
-        result = {"jax": jax.__version__, "target": "sm_90a", "kernels": table}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.json, [dataclasses.asdict(row) for row in found])
     return int(any(row.spill_bytes for row in found))
 
 

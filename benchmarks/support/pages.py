@@ -27,12 +27,6 @@ the tables do. `compilers` holds programs that were compiled for other devices.
 SmolLM2-135M-Instruct is a real instruct model, and its tables come first. `tiny` and the models
 made from it are smaller. Their greedy text repeats itself, and repetition is easy to draft:
 acceptance in their tables is higher than on real models.
-
-## Results that are not quoted
-
-These do not name the commit that was measured. They are not in any table or text here.
-
-{unquoted}
 """
 
 
@@ -47,13 +41,11 @@ def _index(results: Sequence[Result]) -> str:
     subjects = [
         {"page": f"[{page.title}]({name}.md)", "shows": page.shows} for name, page in PAGES.items()
     ]
-    machines = dict.fromkeys((r.machine, _processor(r)) for r in results if r.environment)
+    machines = dict.fromkeys((r.machine, _processor(r)) for r in results)
     lines = [{"folder": f"`{machine}`", "processor": processor} for machine, processor in machines]
-    unquoted = [f"- `{r.name}.json`: {r.commit}" for r in results if not r.quotable]
     return INDEX.format(
         subjects=table(subjects, ("page", "shows")),
         machines=table(lines, ("folder", "processor")),
-        unquoted="\n".join(unquoted),
     )
 
 
@@ -65,7 +57,7 @@ def _page(page: Page, results: Sequence[Result]) -> str:
 
 
 def _section(section: Section, results: Sequence[Result]) -> Iterator[str]:
-    mine = [r for r in results if fnmatch(r.file, section.files) and r.quotable]
+    mine = [r for r in results if fnmatch(r.file, section.files)]
     if not mine:
         return
     mine.sort(key=lambda result: "smollm2" not in result.file)  # the real model leads

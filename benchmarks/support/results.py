@@ -35,18 +35,13 @@ class Result:
 
     @property
     def commit(self) -> str:
-        return self.environment.get("commit") or "unknown commit"
-
-    @property
-    def quotable(self) -> bool:
-        """Whether a commit holds the code that was measured."""
-        return self.commit != "unknown commit" and not self.commit.endswith("-dirty")
+        return str(self.environment["commit"])
 
 
 def load(name: str) -> Result:
     """The result of a name such as "epyc/drafters_1"."""
     document = json.loads((RESULTS / f"{name}.json").read_text())
-    return Result(name, document.get("environment", {}), document.get("rows", []))
+    return Result(name, document["environment"], document["rows"])
 
 
 def load_all() -> list[Result]:
@@ -56,14 +51,13 @@ def load_all() -> list[Result]:
 
 def age(result: Result) -> str:
     """How many commits the code has moved on since the result was measured."""
-    commit = result.commit.removesuffix("-dirty")
     counted = subprocess.run(
-        ["git", "rev-list", "--count", f"{commit}..HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
+        ["git", "rev-list", "--count", f"{result.commit}..HEAD"], cwd=ROOT, capture_output=True,
+        text=True,
+    )  # fmt: skip
     if counted.returncode != 0:
-        return "unknown commit"
-    dirty = ", uncommitted changes: not quoted" if result.commit.endswith("-dirty") else ""
-    return f"{counted.stdout.strip()} commits behind ({result.commit}{dirty})"
+        return f"unknown commit ({result.commit})"
+    return f"{counted.stdout.strip()} commits behind ({result.commit})"
 
 
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {

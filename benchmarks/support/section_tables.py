@@ -163,6 +163,20 @@ def compiled(rows: Rows) -> str:
     return plain(lines)
 
 
+def compiled_for_gpus(rows: Rows) -> str:
+    """Kernels by name, without their sizes."""
+    lines = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        chosen = [row for row in rows if row["kernel"] == kernel]
+        lines.append({
+            "kernel": kernel, "programs": len(chosen),
+            "most registers": max(row["registers"] for row in chosen),
+            "spilled bytes": sum(row["spill_bytes"] for row in chosen),
+            "most shared KiB": max(row["shared_bytes"] for row in chosen) / 1024,
+        })  # fmt: skip
+    return plain(lines)
+
+
 def parallel(rows: Rows) -> str:
     meshes = [row for row in rows if "equal" in row]
     moved = [row for row in rows if "equal" not in row]

@@ -205,7 +205,7 @@ PAPERS = Page(
 
 KERNELS = Page(
     "kernels",
-    "Matrix products beside the machine's limit, sampling, and programs for TPUs.",
+    "Matrix products beside the machine's limit, sampling, and programs for GPUs and TPUs.",
     (
         Section("kernels.products", "products", "Matrix products",
                 "Medians over the layers' shapes of several models. The limit is the memory's or "
@@ -222,6 +222,9 @@ KERNELS = Page(
                 "Attention with Llama-3-8B's heads, and some of its layers, beside the device's "
                 "measured limits. Microseconds with a launch that prepares x.", gpu_tables.timed),
         Section("kernels.sampling", "sampling", "Choosing a token", "Milliseconds."),
+        Section("kernels.compile_check_gpu", "compile_check_gpu", "Kernels compiled for a GPU",
+                "Compiled for an H100 without one; what the compiler reports, over all sizes of "
+                "a kernel.", section_tables.compiled_for_gpus),
         Section("kernels.compile_check_tpu", "compile_check_tpu*", "Kernels compiled for TPUs",
                 "Compiled without a device; none has run on one.", section_tables.compiled),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,11 @@ def test_a_table_that_was_edited_is_noticed() -> None:
     assert refresh(text.replace("0.61", "1.61")) == text
 
 
-def test_results_of_uncommitted_code_are_not_quoted() -> None:
-    assert not [each.name for each in load_all() if each.commit.endswith("-dirty")]
-    dirty = Result("epyc/outputs", {"commit": "dc97fdb-dirty"}, [])
-    assert not dirty.quotable
-    assert "not quoted" in age(dirty) or "unknown" in age(dirty)
+def test_every_result_names_the_commit_that_was_measured() -> None:
+    """One that holds all that was measured: the name of changed code ends in -dirty."""
+    unnamed = [each.name for each in load_all() if not re.fullmatch("[0-9a-f]{7,}", each.commit)]
+    assert unnamed == []
+    assert "unknown commit" in age(Result("epyc/outputs", {"commit": "0" * 7}, []))
 
 
 def test_a_tree_with_uncommitted_changes_writes_no_result(
