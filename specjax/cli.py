@@ -59,6 +59,7 @@ def _show_log() -> None:
     log = logging.getLogger("specjax")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    log.propagate = False  # a library may have given the root a handler of its own
 
 
 def run() -> NoReturn:

@@ -97,7 +97,10 @@ def check_calibration(
 ) -> np.ndarray | None:
     """`calibration` as int32[S, T] or None. Raises ValueError if the recipe needs the other."""
     if recipe.needs_calibration and calibration is None:
-        raise ValueError(f"method {recipe.method!r} needs calibration: tokens, int32[S, T]")
+        raise ValueError(
+            f"method {recipe.method!r} needs calibration: tokens, int32[S, T], which "
+            "specjax.calibration_tokens makes of text, or --calibration FILE on the command line"
+        )
     if not recipe.needs_calibration and calibration is not None:
         raise ValueError(f"method {recipe.method!r} does not use calibration; leave it out")
     return None if calibration is None else check_tokens(calibration, config)

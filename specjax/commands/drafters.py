@@ -208,7 +208,7 @@ def _levels(chosen: DrafterOptions, target: Target) -> list[_Level]:
     """The drafters from the target's own down, each with its model."""
     name = chosen.drafter or ("qspec" if chosen.fields or chosen.draft else "auto")
     if name not in NAMES:
-        raise ValueError(f"drafter must be one of {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"drafter must be one of {', '.join(_NAMED)}, got {name!r}")
     first, drafts = _Level(name, {}), list(chosen.draft)
     if drafts and first.name not in _RUN_A_MODEL:
         owners = ", ".join(_RUN_A_MODEL)

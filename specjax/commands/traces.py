@@ -15,7 +15,7 @@ def summary(rounds: Sequence[Round], seconds: float, waited: float) -> str:
     """Acceptance, and speed without the first round, which waits for the compiler."""
     tokens = sum(len(each.tokens) for each in rounds)
     accepted = sum(len(each.accepted) for each in rounds)
-    drafted = accepted + sum(len(each.rejected) for each in rounds)
+    drafted = sum(each.drafted for each in rounds)
     timed = tokens - len(rounds[0].tokens)
     parts = [f"{tokens} tokens in {len(rounds)} rounds ({tokens / len(rounds):.2f} per round)"]
     if drafted:
@@ -33,7 +33,7 @@ def _by_source(rounds: Sequence[Round]) -> str:
         if each.source is not None:
             count = counts.setdefault(each.source, [0, 0])
             count[0] += len(each.accepted)
-            count[1] += len(each.accepted) + len(each.rejected)
+            count[1] += each.drafted
     return "".join(f"; {name} {kept} of {all_}" for name, (kept, all_) in sorted(counts.items()))
 
 

@@ -69,6 +69,11 @@ def check_ids(ids: Any, name: str = "prompt") -> list[int]:
         raise ValueError(f"{name} must be a list of token ids, got an array of {ids.ndim} axes")
     if len(ids) == 0:
         raise ValueError(f"{name} is empty; it needs at least one token")
+    if any(isinstance(token, jax.core.Tracer) for token in ids):
+        raise ValueError(
+            f"{name} must be part of an array int32[B, T] inside jax.jit, beside prompt_lengths; "
+            "got a list of traced numbers"
+        )
     return [check_integer(f"a token of {name}", token) for token in ids]
 
 

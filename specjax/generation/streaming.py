@@ -30,12 +30,14 @@ class Round:
     """One draft-verify round of one row.
 
     accepted: drafted tokens that the target kept.
-    rejected: drafted tokens from the first rejected one on; empty for a tree.
+    rejected: drafted tokens from the first rejected one on; empty for a tree, whose other nodes do
+        not follow each other.
     given: the target's own token, if the row still had room for it.
     completion: the prompt's result, in its last round; None in the others.
     logprobs: log-probabilities of `tokens`; None: not asked for.
     source: which part of the drafter proposed, such as "text" or "model" of an Auto; None: the
         drafter has one part, or nothing was drafted.
+    drafted: tokens that were proposed, all nodes of a tree.
     """
 
     accepted: list[int]
@@ -44,6 +46,7 @@ class Round:
     completion: Completion | None = None
     logprobs: Logprobs | None = None
     source: str | None = None
+    drafted: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -208,4 +211,5 @@ def _round(gained: Gained, sources: Sequence[str]) -> Round:
         given=gained.emitted[kept:count].tolist(),
         logprobs=jax.tree.map(lambda leaf: leaf[:count], gained.logprobs),
         source=None if source is None or not gained.drafted else sources[int(source)],
+        drafted=int(gained.drafted),
     )

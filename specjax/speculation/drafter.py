@@ -133,6 +133,10 @@ def check_is_drafter(drafter: object, name: str = "drafter") -> None:
     """Raises ValueError unless `drafter` is a complete `Drafter`; `name` is what it is called."""
     if not isinstance(drafter, Drafter):
         message = f"{name} must be a drafter such as specjax.QSpec(), got {shown(drafter)}"
+        if isinstance(drafter, str):
+            message += ": specjax.drafting.make makes one from its name"
+        elif isinstance(drafter, type) and issubclass(drafter, Drafter):
+            message += f": write {drafter.__name__}(…)"
         if hasattr(drafter, "propose") and not isinstance(drafter, type):
             methods = [method for method in vars(Drafter) if not method.startswith("_")]
             lacking = ", ".join(method for method in methods if not hasattr(drafter, method))

@@ -82,11 +82,11 @@ class Sampling:
     @property
     def penalizes(self) -> bool:
         """Whether any penalty or bias is given."""
-        return any(getattr(self, name) is not None for name in _CHANGES)
+        return any(getattr(self, name) is not None for name in CHANGES)
 
     def without_penalties(self) -> Sampling:
         """The same without penalties and bias."""
-        kept = (None if name in _CHANGES else getattr(self, name) for name in _FIELDS)
+        kept = (None if name in CHANGES else getattr(self, name) for name in _FIELDS)
         return _unflatten(None, kept)
 
     def filled_from(self, other: Sampling) -> Sampling:
@@ -142,7 +142,7 @@ _RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "frequency_penalty": (lambda x: (x >= -2) & (x <= 2), "in [-2, 2] or None"),
 }
 _FIELDS = (*_RANGES, "logit_bias")
-_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 def _children(sampling: Sampling) -> tuple[tuple[Any, Any], ...]:

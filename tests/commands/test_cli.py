@@ -71,6 +71,11 @@ def test_sampling_follows_the_seed(capsys) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_temperature_of_0_is_greedy(capsys) -> None:
+    text, cold = _generate(capsys), _generate(capsys, "--temperature", "0", "--top-p", "0.9")
+    assert cold.rsplit("\n\n", 1)[0] == text.rsplit("\n\n", 1)[0]
+
+
 @pytest.mark.exhaustive
 def test_samples_are_those_of_generate(capsys) -> None:
     out = _generate(capsys, "--temperature", "1", "--samples", "3", "--seed", "5", "--stop", "zz")

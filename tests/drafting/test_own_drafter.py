@@ -68,7 +68,8 @@ class Stranger:
         (Endless(), "must have a draft_length, and .*Endless.* has none"),
         (Stranger(), "derive its class from specjax.Drafter"),
         (Zeros, "drafter must be a drafter such as .* got <class"),
-        ("qspec", "drafter must be a drafter such as .* got 'qspec'$"),
+        (specjax.QSpec, r"drafter must be a drafter such as .* got <class .*: write QSpec\(…\)$"),
+        ("qspec", "drafter must be a drafter such as .* got 'qspec': specjax.drafting.make makes"),
     ],
 )
 def test_what_is_not_a_drafter_is_refused(drafter: object, message: str) -> None:

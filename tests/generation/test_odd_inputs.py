@@ -6,6 +6,7 @@ import fractions
 import json
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_every_prompt_is_decoded_or_has_its_error() -> None:
         assert bad.tokens.dtype == good.tokens.dtype == np.int32
         assert "\n" not in bad.error
         assert len(bad.error) < 400
+
+
+def test_lists_of_traced_tokens_are_refused() -> None:
+    def decode(token: jax.Array) -> jax.Array:
+        return specjax.decode(PARAMS, [[1, token]], max_new_tokens=2).tokens
+
+    with pytest.raises(ValueError, match=r"prompt row 0 must be part of an array int32\[B, T\]"):
+        jax.jit(decode)(jnp.int32(2))
 
 
 nests = st.recursive(

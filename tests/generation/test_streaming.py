@@ -44,8 +44,7 @@ def test_stream_yields_what_decode_returns(params, decoded) -> None:
         np.testing.assert_array_equal, logprobs, jax.tree.map(lambda x: x[0], decoded.logprobs)
     )
     assert len(rounds) == int(decoded.stats.rounds[0])
-    drafted = sum(len(each.accepted) + len(each.rejected) for each in rounds[:-1])
-    assert drafted == 4 * (len(rounds) - 1)
+    assert all(each.drafted == len(each.accepted) + len(each.rejected) == 4 for each in rounds[:-1])
     assert any(each.rejected for each in rounds), "a case that tests nothing"
     assert all(len(each.given) == 1 for each in rounds[:-1])
     *before, last = (each.completion for each in rounds)
@@ -84,6 +83,15 @@ def test_many_streams_are_decode_many(params, sampling) -> None:
             assert len(rounds[number]) == int(completion.stats.rounds)
     assert rounds[5] == [Round([], [], [], rounds[5][0].completion)]
     assert "outside the vocabulary" in rounds[5][0].completion.error
+
+
+def test_rounds_count_the_nodes_of_a_tree_that_were_drafted(params) -> None:
+    """Most nodes are on no path that the target follows, and no round lists them."""
+    drafter = specjax.Spectra(ngram=3, window=2, guesses=2)
+    rounds = list(specjax.stream(params, PROMPT * 3, max_new_tokens=21, drafter=drafter))
+    stats = rounds[-1].completion.stats
+    assert sum(each.drafted for each in rounds) == int(stats.drafted)
+    assert any(each.drafted > len(each.accepted) + len(each.rejected) for each in rounds)
 
 
 def test_bad_input_is_refused_at_the_call(params) -> None:
