@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints_tools.gguf.tokenizer import read_gguf_tokenizer
+from checkpoints_tools.sources import locate
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight, Outliers
@@ -90,9 +91,10 @@ def save(
     Args:
       params: the model.
       path: the directory to make. A checkpoint that is there is replaced in one step.
-      tokenizer_dir: a directory whose tokenizer files are copied along, or a GGUF file.
+      tokenizer_dir: a model whose tokenizer is copied along: its name, directory or GGUF file.
 
     Raises:
+      FileNotFoundError: there is no model `tokenizer_dir`.
       ValueError: `path` exists and is not a checkpoint, or other processes hold parts of params.
       OSError: `path` cannot be written; it is as it was before.
     """
@@ -115,7 +117,7 @@ def save(
         # This file names the temporary directory, a private path of the machine.
         (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
         if tokenizer_dir is not None:
-            copy_tokenizer(Path(tokenizer_dir), directory)
+            copy_tokenizer(tokenizer_dir, directory)
         description = {
             VERSION_FIELD: FORMAT_VERSION,
             "model": params.config.to_dict(),
@@ -318,10 +320,11 @@ def _restore_arrays(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict
         return restored
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies the tokenizer files in the directory `source`, or makes those of a GGUF file."""
-    if source.is_file():
-        read_gguf_tokenizer(source).save(target)
+def copy_tokenizer(source: str | os.PathLike[str], target: Path) -> None:
+    """Copies the tokenizer files of the model `source`, or makes those of a GGUF file."""
+    path = locate(source, weights=False)
+    if path.is_file():
+        read_gguf_tokenizer(path).save(target)
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+        if (path / name).is_file():
+            shutil.copyfile(path / name, target / name)

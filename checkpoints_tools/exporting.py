@@ -50,7 +50,7 @@ def export(
     Args:
       params: a model, quantized or not.
       path: the directory to make.
-      tokenizer_dir: a directory whose tokenizer files are copied along.
+      tokenizer_dir: as in `specjax.save`.
       shard_bytes: the most bytes of weights per file; a larger weight has a file of its own.
 
     Raises:
@@ -72,7 +72,7 @@ def export(
         fields["quantization_config"] = quantization
     with replacing(target, params.nbytes) as directory:
         if tokenizer_dir is not None:
-            checkpoint.copy_tokenizer(Path(tokenizer_dir), directory)
+            checkpoint.copy_tokenizer(tokenizer_dir, directory)
         (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         _write_weights(weights, directory, shard_bytes)
 

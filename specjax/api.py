@@ -34,7 +34,7 @@ from specjax.model.params import Params, prepack
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import Stats
+from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 
 __all__ = [
     "Adaptive",
@@ -45,6 +45,7 @@ __all__ = [
     "Constraint",
     "Datastore",
     "DecodeResult",
+    "DecodeState",
     "DraftModel",
     "DraftTree",
     "Drafter",
@@ -60,6 +61,7 @@ __all__ = [
     "Params",
     "Progress",
     "PromptLookup",
+    "Proposal",
     "QSpec",
     "Retrieval",
     "RopeScaling",
@@ -70,6 +72,7 @@ __all__ = [
     "SuffixMemory",
     "TokenRecycling",
     "TranslatedDraft",
+    "Verified",
     "decode",
     "decode_many",
     "generate",
