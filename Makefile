@@ -93,6 +93,7 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.base: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing specjax and building its C++ kernels takes some minutes."
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 

@@ -143,7 +143,8 @@ def _with_warning(
     warned = False
     for name, weight in weights:
         if is_block_matrix(name) and isinstance(weight, Quantized) and not warned:
-            warn_of_rounding_again(path)
+            with tqdm.external_write_mode():  # on a line of its own, not behind the bar
+                warn_of_rounding_again(path)
             warned = True
         yield name, weight
 

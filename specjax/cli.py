@@ -48,7 +48,11 @@ def _refuse(reason: object) -> int:
 
 
 def _one_line(message: Warning | str, *where: object, **line: object) -> str:
-    """A warning as a command shows it, without the place in the code."""
+    """A warning as a command shows it, without the place in the code; "" if it was mended."""
+    from specjax.files.user_cache import removes_broken  # here: it imports JAX
+
+    if removes_broken(str(message)):
+        return ""
     return f"specjax: {printable(message, 2000)}\n"
 
 

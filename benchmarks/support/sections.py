@@ -105,7 +105,8 @@ REAL_MODEL = Page(
                 "Compare within a table: each is one run, of the commit behind its file. "
                 "*speedup*: geometric mean over prompts, beside plain decoding of the same "
                 "target, with its 95 % interval. *bfloat12* and *nested16* hold the bfloat16 "
-                "model exactly, and are compared with it. *identical*: the texts are plain "
+                "model exactly, and are compared with it. That one is the Q4_1 file with its "
+                "weights written out: they lie on a 4-bit grid. *identical*: the texts are plain "
                 "decoding's; sampled ones need not be. The files also hold each kind of text.",
                 section_tables.by_drafter, apart=True),
     ),

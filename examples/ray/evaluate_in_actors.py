@@ -3,7 +3,7 @@
 An actor that is killed is started again, and its prompts are decoded again: every prompt has one
 result, and the result is the same.
 
-pip install 'specjax[ray]'
+pip install -e '.[ray]'
 python examples/ray/evaluate_in_actors.py
 """
 

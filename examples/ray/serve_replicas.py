@@ -1,6 +1,6 @@
 """Replicas of one model behind one address, by Ray Serve. Streams go through.
 
-pip install 'specjax[serve,ray]'
+pip install -e '.[serve,ray]'
 python examples/ray/serve_replicas.py
 """
 

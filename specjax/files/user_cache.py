@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
+
+_BROKEN = re.compile("Error reading persistent compilation cache entry for '([^'/]+)'")
 
 
 def keep_compiled_programs() -> None:
@@ -33,6 +37,21 @@ def place_of_programs() -> Path | None:
     if compiled is None or settings.jax_compilation_cache_dir != str(compiled):
         return None
     return kept_files("programs")
+
+
+def removes_broken(warning: str) -> bool:
+    """Whether JAX warns that it cannot read a program that is kept here; those of its name go.
+
+    A process that is killed while it keeps a program leaves a part of it. JAX warns at every use,
+    and keeps no other one in its place.
+    """
+    found = _BROKEN.match(warning)
+    place = kept_files("compiled")
+    if found is None or place is None:
+        return False
+    for file in place.glob(f"{glob.escape(found[1])}-*"):
+        file.unlink(missing_ok=True)
+    return True
 
 
 def kept_files(kind: str) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specjax.files.user_cache import kept_files, removes_broken
 from tests.support.covering import left_out
 
 DECODES = """
@@ -92,6 +93,32 @@ def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
     for file in (tmp_path / "specjax" / "programs").iterdir():
         file.write_bytes(file.read_bytes()[:-100] + bytes(100))
     assert _printed(program, tmp_path) == first
+
+
+def test_programs_that_cannot_be_read_go(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = kept_files("compiled")
+    for name in ("jit_reshape-01ab-cache", "jit_reshape-02cd-cache", "jit_add-03ef-cache"):
+        (place / name).write_bytes(b"a part")
+    warning = "Error reading persistent compilation cache entry for 'jit_reshape': error: Error -5"
+    assert removes_broken(warning)
+    assert [file.name for file in place.iterdir()] == ["jit_add-03ef-cache"]
+    assert not removes_broken("another warning")
+
+
+@pytest.mark.exhaustive
+def test_a_program_that_was_kept_in_part_is_kept_anew(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specjax.cli", "generate", "Once", "--max-new-tokens", "2",
+               "--drafter", "autoregressive"]  # fmt: skip
+    inherited = {name: each for name, each in os.environ.items() if name not in NOT_INHERITED}
+    environment = {**inherited, "XDG_CACHE_HOME": str(tmp_path)}
+    for damaged in (False, True):
+        files = list((tmp_path / "specjax").glob("*/*"))
+        for file in files if damaged else ():
+            file.write_bytes(file.read_bytes()[:50])
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert said.stderr == ""
+        assert all(file.stat().st_size > 50 for file in files)
 
 
 @pytest.mark.exhaustive
