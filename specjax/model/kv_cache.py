@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.cache_entries import (
     Entries,
-    Place,
     QuantizedEntries,
     empty_entries,
     move_entries,
@@ -137,15 +136,16 @@ class KVCache:
         row: int32[]. Nothing is written to a row past the last.
         other: of one row, and of as many slots.
         """
+        zero = jnp.int32(0)
 
         def put(block: jax.Array, cached: tuple[Entries, Entries]) -> tuple[Entries, Entries]:
             start = block * BLOCK
 
             def write(whole: jax.Array, one: jax.Array) -> jax.Array:
                 part = lax.dynamic_slice_in_dim(one, start, BLOCK, axis=2)
-                begin: Place = row, 0
-                place = (*begin, start) + (0,) * len(whole.shape[3:])
-                return lax.dynamic_update_slice(whole, part, place)
+                return lax.dynamic_update_slice(
+                    whole, part, [row, zero, start] + [zero] * (whole.ndim - 3)
+                )
 
             written: tuple[Entries, Entries] = jax.tree.map(
                 write, cached, (other.keys, other.values)
