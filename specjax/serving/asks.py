@@ -66,6 +66,7 @@ class Ask:
     stop_tokens: tokens that end it, beside the model's own.
     send: is told of every piece, in the engine's thread; it must not wait.
     guide: holds it to a grammar; None: it is free.
+    live: whether somebody waits for every piece, not for the last one.
     """
 
     tokens: np.ndarray
@@ -79,6 +80,12 @@ class Ask:
     stop_tokens: frozenset[int]
     send: Callable[[Piece], None]
     guide: Guide | None = None
+    live: bool = True
+
+    @property
+    def watched(self) -> bool:
+        """Whether to look at it after few rounds: somebody waits, or it may end at any token."""
+        return self.live or self.stop is not None or bool(self.stop_tokens)
 
     def key(self) -> jax.Array:
         """The random key, [1]."""

@@ -37,7 +37,8 @@ from specjax.speculation.state import DecodeState
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 16  # that the device runs before the host looks
-_MOMENT, _SHORT_MOMENT = 0.025, 0.005  # seconds of them; the short one where a row is free
+# Seconds of them: where somebody waits for each token, where a row is free, and else.
+_MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.025, 0.005, 0.25
 
 
 class Engine:
@@ -189,11 +190,13 @@ class Engine:
 
     def _most_rounds(self) -> int:
         """The rounds to run before anybody is heard or told: few where somebody may wait for it."""
-        running = self._batch.running
-        first = any(not self._open[prompt.number][1] for prompt in running.values())
-        if first or self._batch.wanting:
+        running = [self._open[prompt.number] for prompt in self._batch.running.values()]
+        watched = [output for ask, output in running if ask.watched]
+        if self._batch.wanting or not all(watched):  # some have no token yet
             return 1
-        moment = _MOMENT if len(running) == self.plan.rows else _SHORT_MOMENT
+        moment = _LONG_MOMENT if not watched else _MOMENT
+        if len(running) < self.plan.rows:
+            moment = _SHORT_MOMENT
         return min(_MOST_ROUNDS, max(1, int(moment / self._pace)))
 
     def _tell(self, number: int, gained: Gained, completion: Completion | None) -> None:

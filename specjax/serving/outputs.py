@@ -134,6 +134,7 @@ class Outputs:
             stop_tokens=frozenset(self.request.stop_token_ids or ()),
             send=send,
             guide=self._guide,
+            live=bool(self.request.stream),
         )
 
     def _gain(self, index: int, piece: Piece) -> Gain:
