@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.checks import check_integer, shown
 from specjax.generation.batch_rows import (
@@ -65,6 +66,26 @@ class Completion:
     levels: tuple[Stats, ...] = ()
     error: str | None = None
     logprobs: Logprobs | None = None
+
+
+class Launched(NamedTuple):
+    """Rounds that the device runs.
+
+    rounds: their number, int32[].
+    each: the gains of the first of them, in arrays [B, room, …].
+    mesh: the devices.
+    """
+
+    rounds: jax.Array | int
+    each: Gained
+    mesh: Mesh | None
+
+    def gained(self) -> Gained:
+        """Waits for the device. Returns what all rows gained, in arrays [B, rounds, …]."""
+        rounds = int(self.rounds)
+        whole = jax.tree.map(np.asarray, readable(self.each, self.mesh))
+        told: Gained = jax.tree.map(lambda leaf: leaf[:, :rounds], whole)
+        return told
 
 
 class Batch:
@@ -127,7 +148,7 @@ class Batch:
 
     def run(self, limit: int) -> int:
         """Runs rounds until a row finishes, at most `limit`. Returns their number."""
-        return self._run(limit, 0)[0]
+        return int(self.launch(limit, 0).rounds)
 
     def steps(self, limit: int = 1, room: int = 1) -> Gained:
         """Runs rounds until a row finishes, at most `limit`. Returns what all rows gained, in
@@ -135,24 +156,27 @@ class Batch:
 
         room: the most rounds that `limit` ever is. Each has a program of its own.
         """
-        rounds, gained = self._run(limit, room)
-        whole = jax.tree.map(np.asarray, readable(gained, self.job.params.mesh))
-        told: Gained = jax.tree.map(lambda leaf: leaf[:, :rounds], whole)
-        return told
+        return self.launch(limit, room).gained()
 
-    def _run(self, limit: int, told: int) -> tuple[int, Gained]:
-        """Runs rounds; returns their number, and the gains of the first `told`."""
+    @property
+    def guided_now(self) -> bool:
+        """Whether a row keeps to a grammar, so that the host takes part in every round."""
+        return bool(self._guides)
+
+    def launch(self, limit: int, room: int) -> Launched:
+        """Begins to run rounds as `steps` does, and does not wait for the device: all that is done
+        to the batch from now on is done after them."""
         params, request = self.job.params, self.job.request
 
-        def run(state: DecodeState) -> tuple[DecodeState, tuple[int, Gained]]:
+        def run(state: DecodeState) -> tuple[DecodeState, Launched]:
             if self._guides:
                 ahead = self.guided.ahead
                 state, verified = guided_round(params, request, state, self._guides, ahead)
                 gained = Gained.of(verified)
                 gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], gained)
-                return state, (1, gained)
-            state, rounds, gained = run_rounds(params, request, state, np.int32(limit), told)
-            return state, (int(rounds), gained)
+                return state, Launched(1, gained, params.mesh)
+            state, rounds, gained = run_rounds(params, request, state, np.int32(limit), room)
+            return state, Launched(rounds, gained, params.mesh)
 
         return self._advance(run)
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from operator import itemgetter
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from specjax.generation.batch import Batch, Completion, empty_batch
+from specjax.generation.batch import Batch, Completion, Launched, empty_batch
 from specjax.generation.batch_rows import Gained, Waiting
 from specjax.generation.kinds import GuidedPrograms, Kind, shapes_of
 from specjax.generation.prefix_cache import PrefixCache
@@ -39,6 +40,14 @@ _log = logging.getLogger(__name__)
 _MOST_ROUNDS = 16  # that the device runs before the host looks
 # Seconds of them: where somebody waits for each token, where a row is free, and else.
 _MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.025, 0.005, 0.25
+
+
+class _Moment(NamedTuple):
+    """Rounds that the device runs, the rows that were taken when they began, and when that was."""
+
+    rounds: Launched
+    running: dict[int, Waiting]
+    begun: float
 
 
 class Engine:
@@ -63,6 +72,7 @@ class Engine:
         self._guided, self._held = GuidedPrograms(), list[Waiting]()
         self._compiling: threading.Thread | None = None
         self._pace = _MOMENT  # seconds of a round
+        self._moment: _Moment | None = None
         self._batch = self._new_batch()
         self._thread = threading.Thread(target=self._work, name="specjax-engine", daemon=True)
 
@@ -164,10 +174,14 @@ class Engine:
             while not self._inbox.empty():
                 self._inbox.get()()
             self._fail("the server ends")
+            if self._moment is not None:
+                jax.block_until_ready(self._moment.rounds.each)  # a process must not end before
 
     def _turn(self) -> None:
         """Hears who asks and who goes, reads some of a prompt, and runs one round."""
         while not self._batch.busy or not self._inbox.empty():
+            if not self._batch.busy:
+                self._moment = None  # whom it was for has gone
             self._inbox.get()()
             if self._ended:
                 return
@@ -176,17 +190,30 @@ class Engine:
             self._advance()
 
     def _advance(self) -> None:
-        """Runs rounds for a moment, or until a row finishes, and tells who gained."""
-        batch, running = self._batch, dict(self._batch.running)
-        begin = time.perf_counter()
-        gained = batch.steps(self._most_rounds(), _MOST_ROUNDS)
-        self._pace = (time.perf_counter() - begin) / gained.counts.shape[1]
-        rows, finished = list(running), batch.finished()
+        """Runs rounds for a moment, or until a row finishes, and tells who gained.
+
+        While it tells them, the device runs the next rounds, unless somebody comes or goes.
+        """
+        batch = self._batch
+        moment = self._moment or self._begin_moment()
+        gained = moment.rounds.gained()
+        self._pace = (time.perf_counter() - moment.begun) / gained.counts.shape[1]
+        finished = batch.finished()
+        awaited = finished or batch.wanting or batch.guided_now or not self._inbox.empty()
+        self._moment = None if awaited else self._begin_moment()
+        # Who has gone since these rounds began is not told of them.
+        running = {row: p for row, p in moment.running.items() if p.number in self._open}
+        rows = list(running)
         self.metrics.verified(np.asarray(gained.drafted)[rows], np.asarray(gained.accepted)[rows])
         for row, prompt in running.items():
             completion = batch.take(row) if row in finished else None
             own = jax.tree.map(itemgetter(row), gained)
             self._tell(prompt.number, own, completion)
+
+    def _begin_moment(self) -> _Moment:
+        """Begins to run rounds, and does not wait for them."""
+        launched = self._batch.launch(self._most_rounds(), _MOST_ROUNDS)
+        return _Moment(launched, dict(self._batch.running), time.perf_counter())
 
     def _most_rounds(self) -> int:
         """The rounds to run before anybody is heard or told: few where somebody may wait for it."""
@@ -289,6 +316,7 @@ class Engine:
 
     def _renew(self) -> None:
         """Begins with rows that hold nothing, once the memory of the old ones is free."""
+        self._moment = None
         for leaf in jax.tree.leaves(self._batch.state.cache):
             leaf.delete()
         self._batch = self._new_batch()

@@ -44,3 +44,17 @@ def test_rounds_before_the_host_looks(asks, outputs, wanting: bool, rounds: int)
         plan=SimpleNamespace(rows=2), _pace=0.01,
     )  # fmt: skip
     assert Engine._most_rounds(engine) == rounds
+
+
+def test_the_device_runs_on_while_readers_are_told(live, client, monkeypatch) -> None:
+    engine, ahead = live.engine, list[bool]()
+    tell = engine._tell
+
+    def spy(*gained: object) -> None:
+        ahead.append(engine._moment is not None)
+        tell(*gained)
+
+    monkeypatch.setattr(engine, "_tell", spy)
+    client.completions.create(model="tiny", prompt="A", max_tokens=40, temperature=0)
+    assert any(ahead)
+    assert not ahead[-1], "rounds began behind the last one, before its row was taken out"
