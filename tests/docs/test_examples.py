@@ -36,7 +36,10 @@ def test_example_is_short(example: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_guide_runs(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guide_runs(
+    guide: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write models
     code = "\n".join(BLOCK.findall(guide.read_text()))
     exec(compile(code, str(guide), "exec"), {})
     assert capsys.readouterr().out.strip()
