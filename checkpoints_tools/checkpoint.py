@@ -94,7 +94,7 @@ def save(
       tokenizer_dir: a model whose tokenizer is copied along: its name, directory or GGUF file.
 
     Raises:
-      FileNotFoundError: there is no model `tokenizer_dir`.
+      FileNotFoundError: `tokenizer_dir` is not a model.
       ValueError: `path` exists and is not a checkpoint, or other processes hold parts of params.
       OSError: `path` cannot be written; it is as it was before.
     """

@@ -1,4 +1,4 @@
-"""What a weight may be, and what can be asked of any."""
+"""All forms that a weight may have, and questions that each of them answers."""
 
 from __future__ import annotations
 

@@ -118,14 +118,6 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specjax.files.kept_programs.place_of_programs", lambda: None)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`make test` checks the shapes in annotations. The exhaustive cases call the same functions
-    with more values."""
-    exhaustive = item.get_closest_marker("exhaustive") is not None
-    jaxtyping.config.update("jaxtyping_disable", exhaustive)
-
-
 @pytest.fixture
 def wrong_types() -> Iterator[None]:
     """For tests that pass wrong types on purpose: the check of annotations would come first."""

@@ -29,13 +29,12 @@ from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
 from specjax.model.params import Params
-from specjax.model.transformer import forward
+from specjax.model.transformer import CHUNK, forward
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Proposal
 
 _LAG = 3  # tokens that the first drafting pass reads before the last one
 _CHUNK = 8  # tokens per pass where there are more of them
-_PROMPT_CHUNK = 64
 _LEAST_TEXT = 16  # tokens of text that the draft's cache must hold besides a draft
 
 
@@ -115,7 +114,7 @@ class TranslatedDraft(ChainDrafter):
             KVCache.create(config, rows, slots, state.cache.bits, self.params.num_kv_heads),
             schedule,
         )
-        level = self._read(empty, state, _PROMPT_CHUNK)
+        level = self._read(empty, state, CHUNK)
         return TranslatedState(level.tokens, level.cache, schedule)
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:

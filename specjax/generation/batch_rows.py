@@ -124,7 +124,7 @@ class PromptReading(NamedTuple):
 def open_prompt(job: Job, prompt: Waiting, cache: KVCache | None = None) -> PromptReading:
     """Returns a prompt of which nothing is read yet.
 
-    cache: of one row, whose entries are no longer needed; None: a new one is made.
+    cache: a cache of one row, which is overwritten; None: a new one is made.
     """
     return PromptReading(prompt, _one_row(job.params, job.request) if cache is None else cache, 0)
 
