@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from itertools import count
 from typing import Any
 
 import httpx
@@ -263,9 +264,18 @@ def test_an_engine_that_fails_says_so_and_goes_on(live, client, monkeypatch) -> 
     with pytest.raises(openai.InternalServerError, match=r"the engine failed \(RuntimeError\)"):
         client.completions.create(prompt="A", max_tokens=8, **GREEDY)
     assert client.completions.create(prompt="A", max_tokens=8, **GREEDY).choices[0].text == before
+    # The second time it fails in the midst of an output, once its beginning has been heard.
+    heard, calls, fill = threading.Event(), count(), live.engine._batch.fill
+
+    def fail_when_heard() -> None:
+        if next(calls) > 1 and heard.wait(60):
+            fail()
+        fill()
+
+    monkeypatch.setattr(live.engine._batch, "fill", fail_when_heard)
     stream = client.completions.create(prompt="A", max_tokens=200, stream=True, **GREEDY)
     text = next(iter(stream)).choices[0].text
-    monkeypatch.setattr(live.engine._batch, "fill", fail)
+    heard.set()
     with pytest.raises(openai.APIError, match="starts anew"):
         list(stream)
     again = client.completions.create(prompt="A", max_tokens=8, **GREEDY)
@@ -285,6 +295,8 @@ def test_a_full_queue_a_key_and_an_ending(params, tokenizer) -> None:
         assert httpx.get(f"{live.url}/health").status_code == 200
         key = {"Authorization": "Bearer secret"}
         long = {**GREEDY, "prompt": "A", "max_tokens": 250}
+        released = threading.Event()
+        live.engine._inbox.put(lambda: released.wait(60))  # nothing finishes before
         answers: list[httpx.Response] = []
         threads = [
             threading.Thread(target=lambda: answers.append(post(live, long, headers=key)))
@@ -300,10 +312,10 @@ def test_a_full_queue_a_key_and_an_ending(params, tokenizer) -> None:
         live.server.end_soon()
         while not live.engine.draining:
             time.sleep(0.001)
-        if live.engine.open:  # a fast machine may have finished
-            ending = post(live, VALID, headers=key)
-            assert ending.status_code == 503
-            assert "the server ends" in error_of(ending)["message"]
+        ending = post(live, VALID, headers=key)
+        assert ending.status_code == 503
+        assert "the server ends" in error_of(ending)["message"]
+        released.set()
         for thread in threads:
             thread.join()
         assert [answer.status_code for answer in answers] == [200, 200]
