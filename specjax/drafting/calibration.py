@@ -1,7 +1,8 @@
 """The costs of passes on this machine, measured once per model and batch size and kept on disk.
 
 `Auto` weighs drafts by these costs. A file tells what it was measured on; one that is damaged, or
-of another machine, model or version, is measured again.
+of another machine, model or version, is measured again, and so is one of an hour ago when other
+processes kept the cores busy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from pallas_kernels.cpu.sources import digest
 from pallas_kernels.settings import own_settings
 from specjax.drafting.auto import WIDTHS, Auto, Costs
 from specjax.drafting.qspec import QSpec
-from specjax.files.machine import machine
+from specjax.files.machine import CoreTimes, machine
 from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
@@ -42,6 +44,10 @@ _OWN = QSpec(WIDTHS[-1], window=512)  # drafts with the model's cheap reading
 _NEVER = 1e-30  # probability that a draft's token hardly falls below
 _TURNS = 5
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
+# Waiting for a core per second of running. Two cores: 0.1 to 0.2 alone, 0.7 beside one process
+# that wants a core, 1.6 beside two.
+_BUSY = 0.4
+_BUSY_SECONDS = 3600  # for which costs hold that were measured on busy cores
 
 
 class Point(NamedTuple):
@@ -158,11 +164,14 @@ def _find_costs(params: Params, at: Point) -> Costs:
 
 def _measure(params: Params, at: Point, described: str) -> Costs:
     """Measures costs, and keeps them in this process and on disk."""
-    costs, name = measure_costs(params, at), _name(described)
-    _measured[name] = costs
+    before, name = CoreTimes(), _name(described)
+    costs = _measured[name] = measure_costs(params, at)
+    busy = CoreTimes().waited_since(before) > _BUSY
+    if busy:
+        _log.warning("other processes kept the cores busy: drafting's costs hold for an hour only")
     place = kept_files("costs")
     if place is not None:
-        _write(place / f"{name}.json", described, costs)
+        _write(place / f"{name}.json", described, costs, busy)
     return costs
 
 
@@ -255,16 +264,18 @@ def _read(file: Path, described: str) -> Costs | None:
         found = json.loads(file.read_text(encoding="utf-8"))
         passes, draft = [float(each) for each in found["passes"]], float(found["draft"])
         fits = found["measured on"] == described and len(passes) == len(WIDTHS)
+        old = found["busy"] and time.time() - file.stat().st_mtime > _BUSY_SECONDS
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    if not fits or not all(0 < each < math.inf for each in (*passes, draft)):
+    if old or not fits or not all(0 < each < math.inf for each in (*passes, draft)):
         return None
     return Costs(np.array(passes, np.float32), np.float32(draft))
 
 
-def _write(file: Path, described: str, costs: Costs) -> None:
+def _write(file: Path, described: str, costs: Costs, busy: bool) -> None:
     """Keeps costs; nothing happens where the disk takes none."""
-    found = {"measured on": described, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
+    measured = {"passes": costs.passes.tolist(), "draft": float(costs.draft)}
+    found = {"measured on": described, **measured, "busy": busy}
     try:
         write_whole(file, json.dumps(found))
     except OSError:

@@ -1,9 +1,13 @@
-"""The machine as text: what holds on one kind of machine alone is kept under its name."""
+"""The machine as text, and how busy it is.
+
+What holds on one kind of machine alone is kept under its name.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -38,3 +42,25 @@ def _processor_fields() -> dict[str, str]:
 def cores() -> int | None:
     """The number of processor cores at hand; None if the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+class CoreTimes(dict[str, tuple[int, int]]):
+    """Nanoseconds that every thread of this process has run, and has waited for a core.
+
+    Linux tells them; elsewhere there are none.
+    """
+
+    def __init__(self) -> None:
+        for thread in Path("/proc/self/task").glob("*/schedstat"):
+            with suppress(OSError):  # the thread has ended
+                run, waited, _ = thread.read_text().split()
+                self[thread.parent.name] = int(run), int(waited)
+
+    def waited_since(self, earlier: CoreTimes) -> float:
+        """Seconds of waiting for a core per second of running, over the threads of both moments.
+
+        Where no other process wants the cores it is near 0; with as many as cores, 1 or more.
+        """
+        both = self.keys() & earlier.keys()
+        run, waited = (sum(self[t][k] - earlier[t][k] for t in both) for k in (0, 1))
+        return waited / max(run, 1)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -18,6 +22,7 @@ from specjax.drafting import calibration
 from specjax.drafting.acceptance_rates import Guess
 from specjax.drafting.auto import Costs
 from specjax.drafting.suffix import longest_match
+from specjax.files.machine import CoreTimes
 from specjax.generation.decoding import start
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Verified
@@ -289,12 +294,62 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
     whole = [json.loads(file.read_text()) for file in files]
     for text in ("", "[]", json.dumps(whole[0] | {"passes": [1, 2]}),
                  json.dumps(whole[0] | {"draft": float("nan")}),
+                 json.dumps({key: value for key, value in whole[0].items() if key != "busy"}),
                  json.dumps(whole[0] | {"measured on": "another machine"})):  # fmt: skip
         for file in files:
             file.write_text(text)
         times.clear()
         found(4), found(8, 5000)
         assert times == [(4, 128), (8, 498)], text
+
+
+def test_costs_of_busy_cores_hold_for_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(calibration, "kept_files", lambda kind: tmp_path)
+    waited, times = [0.0], [0]
+
+    def measured(params: specjax.Params, at: calibration.Point) -> Costs:
+        times[0] += 1
+        return FREE
+
+    def measurements(age: int = 0) -> int:
+        for file in tmp_path.iterdir():
+            os.utime(file, (time.time() - age,) * 2)
+        monkeypatch.setattr(calibration, "_measured", {})
+        monkeypatch.setattr(calibration, "_of_model", {})
+        calibration.costs_of(PARAMS, 1)
+        return times[0]
+
+    monkeypatch.setattr(calibration, "measure_costs", measured)
+    monkeypatch.setattr(calibration.CoreTimes, "waited_since", lambda *_: waited[0])
+    assert measurements() == measurements(age=10**6) == 1 and not caplog.records
+    monkeypatch.setattr(calibration, "_measured", {})
+    waited[0] = 0.7
+    calibration.calibrate(PARAMS, 1)
+    assert times[0] == 2 and "kept the cores busy" in caplog.text
+    assert measurements(age=3000) == 2 and measurements(age=4000) == 3
+    waited[0] = 0.1
+    assert measurements(age=4000) == measurements(age=10**6) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how long threads wait")
+def test_threads_wait_for_a_core_that_another_process_keeps_busy() -> None:
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(own)})  # of this thread, and of the process that it starts
+    program = "print(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline()
+        before, until = CoreTimes(), time.thread_time() + 0.3
+        while time.thread_time() < until:
+            pass
+        assert CoreTimes().waited_since(before) > 0.4
+    finally:
+        os.sched_setaffinity(0, own)
+        other.kill()
+        other.communicate()
 
 
 @pytest.mark.exhaustive
