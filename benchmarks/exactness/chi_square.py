@@ -5,7 +5,8 @@ real text, the model's likely continuation, and the text again, so that drafters
 have something to look up. The target's logits give the probability of every such text. `min_p`
 keeps their number to a few thousand, and rare texts share one cell. If the counts follow the
 probabilities, chi-square's p-value is uniform in 0 … 1; a value below 0.001 / (number of drafters)
-is a failure.
+is a failure. Every drafter draws from random numbers of its own, so the rows are independent tests,
+and whether all p-values together are uniform is printed too (Kolmogorov-Smirnov).
 
     python -m benchmarks.exactness.chi_square --draft DIRECTORY --json OUT
 """
@@ -26,6 +27,7 @@ import specjax
 from benchmarks.support.common import parser, table, text_prompts, write
 from benchmarks.support.drafter_table import model_drafters
 from specjax import (
+    Auto,
     Combined,
     Datastore,
     Drafter,
@@ -39,14 +41,19 @@ from specjax import (
     Retrieval,
     Sampling,
     Spectra,
+    TokenRecycling,
 )
+from specjax.drafting.auto import Costs
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
+from specjax.speculation.penalties import Earlier
 from specjax.speculation.sampling import probabilities
 
 PLACES = 3
 SAMPLING = Sampling(temperature=1.5, min_p=0.03, repetition_penalty=1.1)
 EXPECTED = 10  # texts with a lower expected count share one cell
+# Costs by which Auto drafts whenever it has something: the test must see its drafts.
+DRAFTING = Costs(np.ones(4, np.float32), np.float32(0.01))
 
 
 def main() -> int:
@@ -58,20 +65,33 @@ def main() -> int:
         params, specjax.load(options.draft), LayerSkip(layers, PLACES),
         small_length=PLACES, cast_length=PLACES, levels_length=PLACES,
     )  # fmt: skip
-    integers = specjax.quantize(params)
+    integers, nested = specjax.quantize(params), specjax.quantize(params, "nested16", lm_head=True)
     cases = {"plain": (params, specjax.Autoregressive())}
     cases |= {name: (params, drafter) for name, drafter in drafters.items()}
-    cases |= {"QSpec, 4-bit target": (integers, specjax.QSpec(3, "a4"))}
     cases |= {name: (params, drafter) for name, drafter in text_drafters(params, prompt).items()}
+    cases |= {
+        "plain, 4-bit target": (integers, specjax.Autoregressive()),
+        "QSpec, 4-bit target": (integers, specjax.QSpec(3, "a4")),
+        "QSpec, drafted tree, 4-bit target": (
+            integers, specjax.DraftTree(specjax.QSpec(2, "a4"), width=2, nodes=6),
+        ),
+        "Auto, 4-bit target": (integers, specjax.Auto(DRAFTING, specjax.QSpec(7, "a4"))),
+        "QSpec, nested target": (nested, specjax.QSpec(3, "a8")),
+        "Auto, nested target": (nested, specjax.Auto(DRAFTING, specjax.QSpec(7, "a8"))),
+    }  # fmt: skip
+    seeds = {name: seed for seed, name in enumerate(cases)}
     cases = {name: cases[name] for name in options.drafters or cases}
-    exact = {id(target): text_probabilities(target, prompt) for target in (params, integers)}
+    targets = (params, integers, nested)
+    exact = {id(target): text_probabilities(target, prompt) for target in targets}
     rows = []
     for name, (target, drafter) in tqdm(cases.items(), file=sys.stderr):
-        texts = sampled_texts(target, prompt, drafter, options)
+        texts = sampled_texts(target, prompt, drafter, seeds[name], options)
         result = compare(texts, exact[id(target)])
-        rows.append({"model": options.model, "drafter": name, **result})
+        rows.append({"model": options.model, "drafter": name, "seed": seeds[name], **result})
         write(options.json, rows)
     print(table(rows, list(rows[0])))
+    uniform = stats.kstest([row["p_value"] for row in rows], "uniform")
+    print(f"\nall p-values beside a uniform distribution: p = {uniform.pvalue:.3f}")
     wrong = [row for row in rows if row["impossible"] or row["p_value"] < 1e-3 / len(rows)]
     return 1 if wrong else 0
 
@@ -110,6 +130,9 @@ def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
         "CORE, W = G = 2": core,
         "retrieval": Retrieval(datastore),
         "SPECTRA": Combined(core, Retrieval(datastore)),
+        "token recycling": TokenRecycling(nodes=6, successors=3),
+        "Auto": Auto(DRAFTING),
+        "MXFP4 cast, ANPD below": MultiLevel(DraftModel(cast, 4, share_cache=True), NGram(2)),
         "MXFP4 cast, CORE below": MultiLevel(DraftModel(cast, 4, share_cache=True), core),
     }
 
@@ -136,18 +159,21 @@ def _distributions(params: Params, prompt: list[int], texts: list[tuple[int, ...
         cache = KVCache.create(params.config, *tokens.shape)
         logits = forward(params, tokens, positions, cache)[0][:, -1]
         seen = jax.nn.one_hot(tokens, params.config.vocab_size, dtype=bool).any(axis=1)
-        rows.append(np.asarray(probabilities(logits, SAMPLING, seen), np.float64))
+        rows.append(np.asarray(probabilities(logits, SAMPLING, Earlier(seen)), np.float64))
     return np.concatenate(rows)
 
 
-def sampled_texts(params: Params, prompt: list[int], drafter: Drafter, options: Any) -> np.ndarray:
+def sampled_texts(
+    params: Params, prompt: list[int], drafter: Drafter, seed: int, options: Any
+) -> np.ndarray:
     """int[samples, PLACES]."""
+    stream = jax.random.key(seed)
     rows = jnp.broadcast_to(jnp.array(prompt), (options.rows, len(prompt)))
     texts = []
     for batch in range(-(-options.samples // options.rows)):
         result = specjax.decode(
             params, rows, max_new_tokens=PLACES, drafter=drafter, sampling=SAMPLING,
-            key=jax.random.key(batch), stop_tokens=(),
+            key=jax.random.fold_in(stream, batch), stop_tokens=(),
         )  # fmt: skip
         texts.append(np.asarray(result.tokens[:, len(prompt) :]))
     return np.concatenate(texts)[: options.samples]
