@@ -83,9 +83,8 @@ async def _answers(running: Any, bodies: list[dict[str, Any]]) -> list[Any]:
     async with clients(running) as client:
 
         async def one(body: dict[str, Any]) -> Any:
-            async with free:
-                answer = await client.post("/v1/completions", json=body)
-            return answer.json()["choices"][0] if answer.status_code == 200 else answer.text
+            async with free, client.post("/v1/completions", json=body) as answer:
+                return (await answer.json())["choices"][0] if answer.ok else await answer.text()
 
         return await asyncio.gather(*map(one, bodies))
 

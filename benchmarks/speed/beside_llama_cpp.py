@@ -36,6 +36,7 @@ from checkpoints_tools.sources import locate
 PEER = "llama.cpp"
 DRAFTERS: dict[str, specjax.Drafter] = {
     "specjax": specjax.Autoregressive(),
+    "specjax, Auto": specjax.Auto(),
     "specjax, QSpec": specjax.QSpec(3),
     "specjax, ANPD": specjax.NGram(5),
 }
