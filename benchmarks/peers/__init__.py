@@ -64,8 +64,9 @@ def prompt_length(context: int) -> int:
 
 
 def measure(
-    engine: str, version: str, head: str, batch: int, context: int, step: Callable[[], object]
-) -> None:
+    engine: str, version: str, head: str, activation: str, batch: int, context: int,
+    step: Callable[[], object],
+) -> None:  # fmt: skip
     """Prints one line: the median over ROUNDS of a step's seconds, after a round to warm up."""
     times = []
     for _ in range(ROUNDS + 1):
@@ -75,7 +76,8 @@ def measure(
         times.append((time.perf_counter() - start) / STEPS)
     seconds = statistics.median(times[1:])
     row = {
-        "engine": engine, "version": version, "head": head, "batch": batch, "context": context,
-        "new_tokens": 1, "step_ms": 1e3 * seconds, "tokens_per_second": batch / seconds,
+        "engine": engine, "version": version, "head": head, "activation": activation,
+        "batch": batch, "context": context, "new_tokens": 1, "step_ms": 1e3 * seconds,
+        "tokens_per_second": batch / seconds,
     }  # fmt: skip
     print(json.dumps(row), flush=True)

@@ -2,6 +2,8 @@
 
     pip install gguf llama-cpp-python==0.3.36
 
+It quantizes activations to 8 bits for products with either format.
+
 pip compiles llama.cpp for the machine's own instruction set, in ten minutes on two cores. On a
 machine with AMX, compile it with clang (CC=clang CXX=clang++): gcc 12 moves tile loads, and its
 program crashes. The version is fixed because the low-level interface changes with llama.cpp.
@@ -147,7 +149,7 @@ def main() -> None:
             for context in options.context:
                 decoder = Decoder(model, batch, peers.prompt_length(context))
                 engine, version = f"llama.cpp {weight_format}", llama.__version__
-                peers.measure(engine, version, weight_format, batch, context, decoder.step)
+                peers.measure(engine, version, weight_format, "a8", batch, context, decoder.step)
                 decoder.close()
         llama.llama_model_free(model)
 

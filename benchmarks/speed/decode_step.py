@@ -9,7 +9,8 @@ are the same calls with the same operands alone.
         [--cache-bits 16] [--model smollm2] [--peers PYTHON]
 
 `--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
-`benchmarks/peers/` describes. They measure each case right after specjax.
+`benchmarks/peers/` describes. They measure each case right after specjax: llama.cpp with 8-bit
+activations, OpenVINO with 8-bit ones and with 16-bit ones.
 """
 
 from __future__ import annotations
@@ -195,12 +196,16 @@ def measure_peers(python: str, batch: int, context: int) -> list[dict[str, Any]]
 
 
 def compare(lines: list[dict[str, Any]]) -> None:
-    """Adds to each of our lines its tokens per second over the best peer's in the same case."""
-    ours = [line for line in lines if line["engine"] == "specjax"]
-    theirs = [line["tokens_per_second"] for line in lines if line["engine"] != "specjax"]
-    for line in ours:
-        if line["new_tokens"] == 1 and theirs:
-            line["over_best_peer"] = line["tokens_per_second"] / max(theirs)
+    """Adds to each of our lines its tokens per second over the best peer's in the same case: of
+    all, and of those whose activations have as many bits."""
+    theirs = [line for line in lines if line["engine"] != "specjax"]
+    for line in lines:
+        if line["engine"] != "specjax" or line["new_tokens"] > 1 or not theirs:
+            continue
+        same = [peer for peer in theirs if peer["activation"] == line["activation"]]
+        for name, peers_of in (("over_best_peer", theirs), ("over_best_same_bits", same)):
+            best = max((peer["tokens_per_second"] for peer in peers_of), default=None)
+            line[name] = best and line["tokens_per_second"] / best
 
 
 def main() -> None:
