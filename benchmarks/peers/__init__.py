@@ -4,7 +4,8 @@ Each module measures one engine in its own process and in the peers' own Python 
 reads the shape from here, imports nothing that needs jax, and prints one line of JSON per
 measurement. It makes its own model with random weights and keeps it for the next run.
 
-Every engine decodes with all cores, one new token per row and call, without sampling. Row 0's
+Every engine decodes with all cores, one new token per row and call, without sampling, and reads
+prompts with the logits of every token. Row 0's
 prompt is copied to the cache entries of the other rows. Half of the measured steps lie before the
 requested context, half after it.
 """
@@ -35,9 +36,10 @@ CORES = len(os.sched_getaffinity(0))
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that all peers share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
     parser.add_argument("--layers", type=int, default=SHAPE["num_layers"], help="fewer for a trial")
+    parser.add_argument("--read", nargs="+", type=int, default=[], help="also prompts of so many")
     models = Path(tempfile.gettempdir()) / "specjax-peers"
     parser.add_argument("--models", type=Path, default=models, help="folder for their models")
     return parser
@@ -65,19 +67,22 @@ def prompt_length(context: int) -> int:
 
 def measure(
     engine: str, version: str, head: str, activation: str, batch: int, context: int,
-    step: Callable[[], object],
+    step: Callable[[], object], new_tokens: int = 1,
 ) -> None:  # fmt: skip
-    """Prints one line: the median over ROUNDS of a step's seconds, after a round to warm up."""
-    times = []
+    """Prints one line: the median over ROUNDS of a step's seconds, after a round to warm up.
+
+    A prompt is read in one step, new_tokens of a row that has `context` before them.
+    """
+    times, steps = [], STEPS if new_tokens == 1 else 1
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
-        times.append((time.perf_counter() - start) / STEPS)
+        times.append((time.perf_counter() - start) / steps)
     seconds = statistics.median(times[1:])
     row = {
         "engine": engine, "version": version, "head": head, "activation": activation,
-        "batch": batch, "context": context, "new_tokens": 1, "step_ms": 1e3 * seconds,
-        "tokens_per_second": batch / seconds,
+        "batch": batch, "context": context, "new_tokens": new_tokens,
+        "step_ms": 1e3 * seconds, "tokens_per_second": batch * new_tokens / seconds,
     }  # fmt: skip
     print(json.dumps(row), flush=True)

@@ -14,6 +14,7 @@ program crashes. The version is fixed because the low-level interface changes wi
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ class Decoder:
         options = llama.llama_context_default_params()
         room = length + peers.STEPS * (peers.ROUNDS + 1)
         options.n_ctx = batch * (-(-room // 256) * 256)  # divided evenly; in blocks of 256
-        options.n_batch = max(batch, 512)
+        options.n_batch = max(batch, length, 512)
         options.n_seq_max = batch
         options.n_threads = options.n_threads_batch = peers.CORES
         options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -105,12 +106,18 @@ class Decoder:
         self._decode([(row, self.position) for row in range(self.batch)])
         self.position += 1
 
+    def read(self, length: int) -> None:
+        """Reads a prompt into the emptied cache, with the logits of every token."""
+        llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
+        self._decode([(0, position) for position in range(length)], every=True)
+
     def close(self) -> None:
         llama.llama_batch_free(self.tokens)
         llama.llama_free(self.context)
 
-    def _decode(self, places: list[tuple[int, int]]) -> None:
-        """Decodes token 1 at each (sequence, position), with logits for the last of a sequence."""
+    def _decode(self, places: list[tuple[int, int]], every: bool = False) -> None:
+        """Decodes token 1 at each (sequence, position), with logits for the last of a sequence, or
+        for every token."""
         last = dict(places)
         self.tokens.n_tokens = len(places)
         for i, (row, position) in enumerate(places):
@@ -118,7 +125,7 @@ class Decoder:
             self.tokens.pos[i] = position
             self.tokens.n_seq_id[i] = 1
             self.tokens.seq_id[i][0] = row
-            self.tokens.logits[i] = position == last[row]
+            self.tokens.logits[i] = every or position == last[row]
         if status := llama.llama_decode(self.context, self.tokens):
             raise RuntimeError(f"llama_decode returned {status}")
         llama.llama_synchronize(self.context)
@@ -145,12 +152,15 @@ def main() -> None:
         )
         if model is None:
             raise RuntimeError(f"llama.cpp could not load {path}")
-        for batch in options.batch:
-            for context in options.context:
-                decoder = Decoder(model, batch, peers.prompt_length(context))
-                engine, version = f"llama.cpp {weight_format}", llama.__version__
-                peers.measure(engine, version, weight_format, "a8", batch, context, decoder.step)
-                decoder.close()
+        engine = f"llama.cpp {weight_format}", llama.__version__, weight_format, "a8"
+        for batch, context in itertools.product(options.batch, options.context):
+            decoder = Decoder(model, batch, peers.prompt_length(context))
+            peers.measure(*engine, batch, context, decoder.step)
+            decoder.close()
+        for length in options.read:
+            decoder = Decoder(model, 1, length)
+            peers.measure(*engine, 1, 0, partial(decoder.read, length), length)
+            decoder.close()
         llama.llama_model_free(model)
 
 

@@ -60,8 +60,7 @@ class Decoder:
     def __init__(self, model: ov.CompiledModel, batch: int, length: int) -> None:
         self.request = model.create_infer_request()
         self.batch, self.position = 1, 0
-        for start in range(0, length, PROMPT_CHUNK):
-            self._infer(min(PROMPT_CHUNK, length - start))
+        self._read(length)
         for state in self.request.query_state():
             state.state = ov.Tensor(np.repeat(state.state.data, batch, axis=0))
         self.batch = batch
@@ -69,6 +68,16 @@ class Decoder:
     def step(self) -> None:
         """Decodes one new token for each sequence."""
         self._infer(1)
+
+    def read_anew(self, length: int) -> None:
+        """Reads a prompt into an emptied cache."""
+        self.request.reset_state()
+        self.position = 0
+        self._read(length)
+
+    def _read(self, length: int) -> None:
+        for start in range(0, length, PROMPT_CHUNK):
+            self._infer(min(PROMPT_CHUNK, length - start))
 
     def _infer(self, new: int) -> None:
         """Decodes token 1 `new` times in each sequence."""

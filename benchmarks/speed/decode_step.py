@@ -3,7 +3,7 @@
 The model has Llama-3.2-1B's shape and random weights. `--model` names another one, which is timed
 as it is stored and in bfloat16. A step is one forward pass for `new_tokens` tokens per row (1:
 plain decoding; more: a verification) and the choice of the next tokens. "matmuls" and "attention"
-are the same calls with the same operands alone.
+are the same calls with the same operands alone. Then prompts are read, with every token's logits.
 
     python -m benchmarks.speed.decode_step --json OUT [--batch 1 8] [--context 128 2048]
         [--cache-bits 16] [--model smollm2] [--peers PYTHON]
@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,9 +74,11 @@ def random_params(head: str) -> Params:
     return prepack(Params(wide(*shape), layers, ones, lm_head, CONFIG))
 
 
-@partial(jax.jit, static_argnames=("new_tokens", "activation"), donate_argnames="cache")
-def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -> KVCache:
-    """STEPS decode steps, or verifications of `new_tokens` tokens. The context does not grow."""
+@partial(jax.jit, static_argnames=("new_tokens", "activation", "steps"), donate_argnames="cache")
+def whole(
+    params: Params, cache: KVCache, *, new_tokens: int, activation: str, steps: int = STEPS
+) -> KVCache:
+    """Decode steps, or verifications of `new_tokens` tokens. The context does not grow."""
     rows = cache.lengths.shape[0]
 
     def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
@@ -90,7 +92,7 @@ def whole(params: Params, cache: KVCache, *, new_tokens: int, activation: str) -
         return greedy(logits), cache
 
     tokens = jnp.ones((rows, new_tokens), jnp.int32)
-    return lax.fori_loop(0, STEPS, step, (tokens, cache))[1]
+    return lax.fori_loop(0, steps, step, (tokens, cache))[1]
 
 
 @partial(jax.jit, static_argnames=("rows", "activation"))
@@ -136,18 +138,18 @@ def attentions(cache: KVCache, *, config: ModelConfig, new_tokens: int) -> jax.A
     return lax.fori_loop(0, STEPS, step, jnp.ones(shape, jnp.bfloat16))
 
 
-def is_quantized(params: Params) -> bool:
-    """Whether the layers have weights that low-precision activations can read."""
-    return isinstance(params.layers[0].q.weight, Quantized)
+def activations(params: Params) -> tuple[str, ...]:
+    """The activations that the layers' products may have."""
+    return ("a16", "a8") if isinstance(params.layers[0].q.weight, Quantized) else ("a16",)
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[[], object], steps: int = STEPS) -> float:
     """Median seconds per step."""
     times = []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
         jax.block_until_ready(call())
-        times.append((time.perf_counter() - start) / STEPS)
+        times.append((time.perf_counter() - start) / steps)
     return statistics.median(times[1:])
 
 
@@ -162,29 +164,51 @@ def measure(
         "matmuls": seconds(lambda: matmuls(params, rows=batch * new_tokens, activation=activation)),
         "attention": seconds(lambda: attentions(cache, config=config, new_tokens=new_tokens)),
     }
-    kept = [cache]  # each call consumes the cache and returns it
-
-    def run() -> KVCache:
-        kept[0] = whole(params, kept[0], new_tokens=new_tokens, activation=activation)
-        return kept[0]
-
-    step = seconds(run)
+    step = step_seconds(params, cache, new_tokens, activation, STEPS)
     return {
-        "engine": "specjax", "layers": type(params.layers[0].q.weight).__name__,
-        "head": type(params.head.weight).__name__, "activation": activation,
-        "batch": batch, "context": context, "cache_bits": cache_bits, "new_tokens": new_tokens,
+        **case_of(params, activation), "batch": batch, "context": context,
+        "cache_bits": cache_bits, "new_tokens": new_tokens,
         "step_ms": 1e3 * step, "matmuls_ms": 1e3 * parts["matmuls"],
         "attention_ms": 1e3 * parts["attention"], "rest_ms": 1e3 * (step - sum(parts.values())),
         "tokens_per_second": batch * new_tokens / step,
     }  # fmt: skip
 
 
-def measure_peers(python: str, batch: int, context: int) -> list[dict[str, Any]]:
+def read(params: Params, length: int, activation: str) -> dict[str, Any]:
+    """One line: a prompt is read, with the logits of every token."""
+    step = step_seconds(params, KVCache.create(params.config, 1, length), length, activation, 1)
+    return {
+        **case_of(params, activation), "batch": 1, "context": 0, "new_tokens": length,
+        "step_ms": 1e3 * step, "tokens_per_second": length / step,
+    }  # fmt: skip
+
+
+def step_seconds(
+    params: Params, cache: KVCache, new_tokens: int, activation: str, steps: int
+) -> float:
+    """Seconds of one step of a whole model."""
+    kept = [cache]  # each call consumes the cache and returns it
+
+    def run() -> KVCache:
+        kept[0] = whole(params, kept[0], new_tokens=new_tokens, activation=activation, steps=steps)
+        return kept[0]
+
+    return seconds(run, steps)
+
+
+def case_of(params: Params, activation: str) -> dict[str, Any]:
+    """The fields that all lines of a model have."""
+    return {
+        "engine": "specjax", "layers": type(params.layers[0].q.weight).__name__,
+        "head": type(params.head.weight).__name__, "activation": activation,
+    }  # fmt: skip
+
+
+def measure_peers(python: str, case: Sequence[str]) -> list[dict[str, Any]]:
     """The lines of the peers in the environment of `python`. Prints which peers it lacks."""
     lines = []
     for name in PEERS:
         module = ["-m", f"benchmarks.peers.{name}"]
-        case = ["--batch", str(batch), "--context", str(context)]
         run = subprocess.run(
             [python, *module, *case], cwd=common.ROOT, capture_output=True, text=True
         )
@@ -200,20 +224,21 @@ def compare(lines: list[dict[str, Any]]) -> None:
     all, and of those whose activations have as many bits."""
     theirs = [line for line in lines if line["engine"] != "specjax"]
     for line in lines:
-        if line["engine"] != "specjax" or line["new_tokens"] > 1 or not theirs:
-            continue
-        same = [peer for peer in theirs if peer["activation"] == line["activation"]]
-        for name, peers_of in (("over_best_peer", theirs), ("over_best_same_bits", same)):
-            best = max((peer["tokens_per_second"] for peer in peers_of), default=None)
-            line[name] = best and line["tokens_per_second"] / best
+        equal = [peer for peer in theirs if peer["new_tokens"] == line["new_tokens"]]
+        same = [peer for peer in equal if peer["activation"] == line["activation"]]
+        for name, others in (("over_best_peer", equal), ("over_best_same_bits", same)):
+            if line["engine"] == "specjax" and others:
+                best = max(peer["tokens_per_second"] for peer in others)
+                line[name] = line["tokens_per_second"] / best
 
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--context", nargs="+", type=int, default=[128, 2048])
     parser.add_argument("--cache-bits", nargs="+", type=int, default=[16])
     parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--read", nargs="+", type=int, default=[512], help="tokens of prompts")
     parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
     parser.add_argument("--model", help="what specjax.load reads, instead of random weights")
     parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
@@ -230,10 +255,17 @@ def main() -> None:
             for params in models
             for cache_bits in options.cache_bits
             for new_tokens in options.new_tokens
-            for activation in (("a16", "a8") if is_quantized(params) else ("a16",))
+            for activation in activations(params)
         ]
         if options.peers:
-            case += measure_peers(options.peers, batch, context)
+            case += measure_peers(options.peers, ["--batch", str(batch), "--context", str(context)])
+            compare(case)
+        print(common.table(case, list(case[0])), flush=True)
+        lines += case
+    for length in options.read:
+        case = [read(params, length, each) for params in models for each in activations(params)]
+        if options.peers:
+            case += measure_peers(options.peers, ["--batch", "--read", str(length)])
             compare(case)
         print(common.table(case, list(case[0])), flush=True)
         lines += case
