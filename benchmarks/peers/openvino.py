@@ -108,9 +108,13 @@ def main() -> None:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_size,
         }
         model = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", settings)
+        engine = "OpenVINO int4", ov.__version__, "int4", activation
         for batch, context in itertools.product(options.batch, options.context):
             step = Decoder(model, batch, peers.prompt_length(context)).step
-            peers.measure("OpenVINO int4", ov.__version__, "int4", activation, batch, context, step)
+            peers.measure(*engine, batch, context, step)
+        for length in options.read:
+            read = partial(Decoder(model, 1, 0).read_anew, length)
+            peers.measure(*engine, 1, 0, read, length)
 
 
 if __name__ == "__main__":
