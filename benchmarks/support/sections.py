@@ -53,8 +53,8 @@ HEADINGS = {
     "smollm2_repeated_questions_16": "A bfloat16 model",
     "smollm2_long_1": "Batch 1",
     "smollm2_long_4": "Batch 4",
-    "smollm2_llama_cpp": "The newest run",
-    "smollm2_llama_cpp_older": "An older run",
+    "decode_step": "Batch 1 and 8",
+    "decode_step_read": "A prompt",
     "schemes": "`tiny-16bit`",
     "schemes_nested8": "`tiny-16bit`, 8 bits",
     "schemes_stories260K": "stories260K",
@@ -186,7 +186,8 @@ ENGINES = Page(
         Section("speed.decode_step", "decode_step*", "A decode step, a billion parameters",
                 "Llama-3.2-1B's shape in 4 bits, beside llama.cpp and OpenVINO in the same run. "
                 "*over best same bits*: beside those whose activations have as many bits. "
-                "llama.cpp always has 8, OpenVINO has 8 by default.",
+                "llama.cpp always has 8, OpenVINO has 8 by default. A prompt is read with the "
+                "logits of every token.",
                 compact, apart=True),
     ),
 )  # fmt: skip
