@@ -72,13 +72,11 @@ class Launched(NamedTuple):
     """Rounds that the device runs.
 
     rounds: their number, int32[].
-    finished: the rows that are finished after them, bool[B].
     each: the gains of the first of them, in arrays [B, room, …].
     mesh: the devices.
     """
 
     rounds: jax.Array | int
-    finished: jax.Array
     each: Gained
     mesh: Mesh | None
 
@@ -167,11 +165,8 @@ class Batch:
 
     def launch(self, limit: int, room: int) -> Launched:
         """Begins to run rounds as `steps` does, and does not wait for the device: all that is done
-        to the batch from now on is done after them.
-
-        Where a row finishes in rounds that run already, these are none."""
+        to the batch from now on is done after them."""
         params, request = self.job.params, self.job.request
-        free = np.array([row not in self.running for row in range(self._rows)])
 
         def run(state: DecodeState) -> tuple[DecodeState, Launched]:
             if self._guides:
@@ -179,21 +174,15 @@ class Batch:
                 state, verified = guided_round(params, request, state, self._guides, ahead)
                 gained = Gained.of(verified)
                 gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], gained)
-                return state, Launched(1, state.finished, gained, params.mesh)
-            state, rounds, finished, gained = run_rounds(
-                params, request, state, free, np.int32(limit), room
-            )
-            return state, Launched(rounds, finished, gained, params.mesh)
+                return state, Launched(1, gained, params.mesh)
+            state, rounds, gained = run_rounds(params, request, state, np.int32(limit), room)
+            return state, Launched(rounds, gained, params.mesh)
 
         return self._advance(run)
 
-    def finished(self, after: Launched | None = None) -> list[int]:
-        """The rows whose prompts are finished, or cannot go on.
-
-        after: rounds of which none later has changed a row; None: the last ones.
-        """
-        told = self.state.finished if after is None else after.finished
-        finished = np.asarray(readable(told, self.job.params.mesh))
+    def finished(self) -> list[int]:
+        """The rows whose prompts are finished, or cannot go on."""
+        finished = np.asarray(readable(self.state.finished, self.job.params.mesh))
         return [row for row in self.running if finished[row] or self._error(row)]
 
     def take(self, row: int, end: int | None = None) -> Completion:

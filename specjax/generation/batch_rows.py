@@ -271,20 +271,20 @@ def run_round(
 @partial(jax.jit, donate_argnames="state", static_argnames="told")
 @own_settings()
 def run_rounds(
-    params: Params, request: Request, state: DecodeState, free: jax.Array, limit: jax.Array,
-    told: int = 0,
-) -> tuple[DecodeState, jax.Array, jax.Array, Gained]:  # fmt: skip
-    """Runs rounds until a row that is not `free` has finished, at most `limit`: none where one has
-    finished already.
+    params: Params, request: Request, state: DecodeState, limit: jax.Array, told: int = 0
+) -> tuple[DecodeState, jax.Array, Gained]:
+    """Runs rounds until a running row finishes, at most `limit`.
 
-    Returns their number as well, which rows are finished, bool[B], and the gains of the first
-    `told` rounds, in arrays [B, told, …].
+    Returns their number as well, and the gains of the first `told` of them, in arrays
+    [B, told, …].
     """
     mesh = params.mesh
 
     def rounds(
-        params: Params, request: Request, limit: jax.Array, state: DecodeState, free: jax.Array
-    ) -> tuple[DecodeState, jax.Array, jax.Array, Gained]:
+        params: Params, request: Request, limit: jax.Array, state: DecodeState
+    ) -> tuple[DecodeState, jax.Array, Gained]:
+        before = state.finished
+
         def one(state: DecodeState) -> tuple[DecodeState, Gained]:
             after: tuple[DecodeState, Gained] = run_round(
                 params, state, request.drafter, request.activation, request.constrained
@@ -293,8 +293,8 @@ def run_rounds(
 
         def more(carry: tuple[DecodeState, jax.Array, Gained]) -> jax.Array:
             # A row that waits for a prompt waits for all devices, so they stop together.
-            going_on = everywhere(~jnp.any(carry[0].finished & ~free), mesh)
-            return (carry[1] < limit) & going_on
+            same = everywhere(jnp.all(carry[0].finished == before), mesh)
+            return (carry[1] < limit) & same
 
         def another(
             carry: tuple[DecodeState, jax.Array, Gained],
@@ -309,11 +309,11 @@ def run_rounds(
             return jnp.zeros((leaf.shape[0], told, *leaf.shape[1:]), leaf.dtype)
 
         none: Gained = jax.tree.map(blank, jax.eval_shape(one, state)[1])
-        state, done, gains = lax.while_loop(more, another, (state, jnp.int32(0), none))
-        return state, done, jnp.copy(state.finished), gains  # the state may be donated
+        return lax.while_loop(more, another, (state, jnp.int32(0), none))
 
-    out = row_specs(state), P(), ROWS, ROWS
-    return on_mesh(rounds, mesh, (params, request, limit), (state, free), out=out)
+    return on_mesh(
+        rounds, mesh, (params, request, limit), (state,), out=(row_specs(state), P(), ROWS)
+    )
 
 
 @jax.jit

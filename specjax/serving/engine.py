@@ -71,7 +71,7 @@ class Engine:
         self._draining = self._ended = False
         self._guided, self._held = GuidedPrograms(), list[Waiting]()
         self._compiling: threading.Thread | None = None
-        self._pace, self._heard = _MOMENT, 0.0  # seconds of a round, and when one was last heard
+        self._pace = _MOMENT  # seconds of a round
         self._moment: _Moment | None = None
         self._batch = self._new_batch()
         self._thread = threading.Thread(target=self._work, name="specjax-engine", daemon=True)
@@ -192,27 +192,15 @@ class Engine:
     def _advance(self) -> None:
         """Runs rounds for a moment, or until a row finishes, and tells who gained.
 
-        Meanwhile the device runs the next rounds, unless somebody comes or goes. Where no row is
-        free, whoever comes must wait, so those are begun before these have ended.
+        While it tells them, the device runs the next rounds, unless somebody comes or goes.
         """
         batch = self._batch
-        moment, self._moment = self._moment or self._begin_moment(), None
-        if len(batch.running) == self.plan.rows and not batch.guided_now:
-            self._moment = self._begin_moment()
-        gained, rounds = moment.rounds.gained(), int(moment.rounds.rounds)
-        begun, self._heard = max(moment.begun, self._heard), time.perf_counter()
-        if rounds:
-            self._pace = (self._heard - begun) / rounds
-        # A row may have another prompt by now than when these rounds began.
-        finished = [
-            row
-            for row in batch.finished(moment.rounds)
-            if batch.running[row] is moment.running.get(row)
-        ]
-        if finished:
-            self._moment = None  # no round of it has run
-        elif not self._moment and not (batch.wanting or batch.guided_now or self._inbox.qsize()):
-            self._moment = self._begin_moment()
+        moment = self._moment or self._begin_moment()
+        gained = moment.rounds.gained()
+        self._pace = (time.perf_counter() - moment.begun) / gained.counts.shape[1]
+        finished = batch.finished()
+        awaited = finished or batch.wanting or batch.guided_now or not self._inbox.empty()
+        self._moment = None if awaited else self._begin_moment()
         # Who has gone since these rounds began is not told of them.
         running = {row: p for row, p in moment.running.items() if p.number in self._open}
         rows = list(running)

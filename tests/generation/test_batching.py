@@ -10,9 +10,7 @@ import pytest
 import specjax
 from specjax.evaluation.scoring import score_tokens
 from specjax.generation import batch_rows
-from specjax.generation.batch import open_batch
 from specjax.generation.batching import Progress, complete, decode_many
-from specjax.generation.request import Request
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
 
 LENGTHS = (3, 90, 1, 12, 7, 65, 66, 2, 30)
@@ -48,32 +46,6 @@ def test_outputs_are_those_of_decoding_alone(params, alone, drafter) -> None:
     for result, expected in zip(results, alone, strict=True):
         np.testing.assert_array_equal(result.tokens, expected)
         assert result.error is None and int(result.stats.rounds) > 0
-
-
-def test_rounds_begun_before_others_have_ended(params, alone) -> None:
-    """The second ones go on where the first end; where a row finishes in the first, none runs."""
-    drafter = specjax.QSpec(2, "a4")
-    request = Request.make(params, drafter=drafter, max_new_tokens=NEW, stop_tokens=(5,))
-    batch, _ = open_batch(params, request, PROMPTS, 2, None)
-    assert batch is not None
-    outputs: dict[int, np.ndarray] = {}
-    gained, behind = dict.fromkeys(range(len(PROMPTS)), 0), set[bool]()
-    while batch.busy:
-        batch.fill()
-        launched = [batch.launch(2, 4), batch.launch(2, 4)]
-        running = dict(batch.running)
-        counts = [each.gained().counts for each in launched]
-        first = batch.finished(launched[0])
-        behind.add(bool(first))
-        assert counts[1].shape[1] == 0 if first else counts[1].shape[1] > 0
-        for row, prompt in running.items():
-            gained[prompt.number] += sum(int(each[row].sum()) for each in counts)
-        for row in batch.finished(launched[1]):
-            outputs[running[row].number] = batch.take(row).tokens
-    assert behind == {True, False}
-    for number, expected in enumerate(alone):
-        np.testing.assert_array_equal(outputs[number], expected)
-        assert gained[number] == len(expected) - len(PROMPTS[number])
 
 
 @pytest.mark.exhaustive
