@@ -219,14 +219,17 @@ def test_what_requests_have_in_common_is_read_once(params, tokenizer, live, clie
 def test_a_row_is_free_as_soon_as_its_client_goes(live, client) -> None:
     """More long outputs than rows; all clients leave, in a row, in the queue or while reading."""
 
-    def give_up(number: int) -> None:
-        with pytest.raises(openai.APITimeoutError):
+    def gives_up(number: int) -> bool:
+        try:
             client.completions.create(
                 model="tiny", prompt=f"{number} " + TEXTS[4], max_tokens=100, timeout=0.05
             )
+        except openai.APITimeoutError:
+            return True
+        return False
 
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(give_up, range(12)))
+        assert sum(pool.map(gives_up, range(12))) > 4, "a machine that outruns the clients"
     wait_until_free(live)
     case = client.completions.create(model="tiny", prompt="A", max_tokens=4, temperature=0)
     assert case.choices[0].text

@@ -1,0 +1,36 @@
+"""Benchmarks that measure a release, not a change, still run: each at its smallest size."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.support.common import ROOT, parser
+
+DATA = parser(None).parse_args([]).data
+SHORT = "--prompts 1 --max-new-tokens 8"
+SIZES = {
+    "exactness.outputs": f"{SHORT} --batch 2 --max-prompt 32 --draft-length 2 --ablation",
+    "exactness.chi_square": "--draft tiny-draft --samples 50 --rows 50 --drafters ANPD Auto",
+    "memory.footprint": "--rounds 2",
+    "memory.parallel": "--virtual 2 --max-new-tokens 8",
+    "quality.compression": f"{SHORT} --fewer 1 --seeds 1 --sequences 8 --keep 4 --drafters ANPD",
+    "quality.refinement": f"{SHORT} --sequences 8",
+    "quality.schemes": f"{SHORT} --tokens 1024 --only 'INT4 g128, RTN'",
+    "speed.batching": f"{SHORT} --rows 4 --repeats 1",
+    "speed.layers": "--layers 2 --repeats 1",
+    "speed.planner": f"{SHORT} --repeats 1",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not DATA.is_dir(), reason="the real texts are elsewhere: SPECJAX_DATA")
+@pytest.mark.parametrize("name", SIZES)
+def test_runs(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(SIZES[name])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert " | " in done.stdout, "no table"
