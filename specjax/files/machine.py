@@ -52,7 +52,7 @@ class CoreTimes(dict[str, tuple[int, int]]):
 
     def __init__(self) -> None:
         for thread in Path("/proc/self/task").glob("*/schedstat"):
-            with suppress(OSError):  # the thread has ended
+            with suppress(OSError, ValueError):  # it has ended, or the system tells nothing
                 run, waited, _ = thread.read_text().split()
                 self[thread.parent.name] = int(run), int(waited)
 
