@@ -4,8 +4,9 @@ The model is a small trained one, widened (`benchmarks.support.widen`): real pro
 acceptance, and the cost of the large shape. A batch is decoded as a whole by every drafter in turn,
 prompts read inside the time, on the same kernels. `speedup` is plain decoding's time over the
 drafter's, the geometric mean over batches and turns, with its 95 % interval; a nested model is
-compared with plain decoding in bfloat16, whose output it has. Programs are compiled before;
-`compile_s` is the first call's time. Every output is compared with plain decoding's.
+compared with plain decoding in bfloat16, whose output it has. `Auto`'s costs are measured before,
+while nothing else runs, and then all programs are compiled at once; `compile_s` is the first call's
+time. Every output is compared with plain decoding's.
 
     python -m benchmarks.speed.wide --json OUT [--batch 1 8 32] [--cases "Auto, 4 bits"]
 """
@@ -26,6 +27,7 @@ from benchmarks.kernels.rates import device_name
 from benchmarks.support.common import pad, parser, table, text_prompts, write
 from benchmarks.support.widen import LARGE, widen
 from specjax.bench.turns import geometric_mean, take_turns
+from specjax.drafting.calibration import calibrate
 
 KINDS = ("arithmetic", "python", "chat", "prose")
 PLAIN = {"4": "plain, 4 bits", "16": "plain, bfloat16"}
@@ -125,6 +127,9 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
         jax.block_until_ready(decode(name, chunks[0]))
         return time.perf_counter() - begin
 
+    for params, drafter in cases.values():
+        if isinstance(drafter, specjax.Auto):
+            calibrate(params, batch)
     with ThreadPoolExecutor() as pool:
         compiled = dict(zip(cases, pool.map(first, cases), strict=True))
     programs = {name: partial(decode, name) for name in cases}

@@ -1,8 +1,8 @@
 """The costs of passes on this machine, measured once per model and batch size and kept on disk.
 
 `Auto` weighs drafts by these costs. A file tells what it was measured on; one that is damaged, or
-of another machine, model or version, is measured again, and so is one of an hour ago when other
-processes kept the cores busy.
+of another machine, model or version, is measured again, and so is one of an hour ago when the cores
+were busy.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _measure(params: Params, at: Point, described: str) -> Costs:
     costs = _measured[name] = measure_costs(params, at)
     busy = CoreTimes().waited_since(before) > _BUSY
     if busy:
-        _log.warning("other processes kept the cores busy: drafting's costs hold for an hour only")
+        _log.warning("the cores were busy, so the costs of drafting hold for an hour only")
     place = kept_files("costs")
     if place is not None:
         _write(place / f"{name}.json", described, costs, busy)
