@@ -134,7 +134,8 @@ BILLION = Page(
                 "are compared with plain decoding in bfloat16. *identical*: outputs that are plain "
                 "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at "
                 "once, the GPU's on 16 cores. On the H100 the kernels were being checked at the "
-                "same time; each plain row in 4 bits or bfloat16 is the base of those below it.",
+                "same time, and `Auto`'s costs were measured while programs were compiled; each "
+                "plain row in 4 bits or bfloat16 is the base of those below it.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "
