@@ -21,6 +21,7 @@ import numpy as np
 import specjax
 from benchmarks.support.common import parser, table, write
 from pallas_kernels.formats import int4_from_integers, plain_weight
+from specjax.generation.decoding import start
 from specjax.model.layers import Layer, Linear
 from specjax.model.params import linear_shapes
 
@@ -51,7 +52,7 @@ def main() -> None:
         mesh = specjax.parallel.mesh(data, tensor)
         divided = specjax.parallel.shard(params, mesh)
         result, own_seconds = decode(divided, prompt, options.max_new_tokens)
-        state = specjax.decoding.start(divided, prompt, max_new_tokens=options.max_new_tokens)
+        state = start(divided, prompt, max_new_tokens=options.max_new_tokens)
         rows.append({
             "data": data, "tensor": tensor,
             "equal": np.array_equal(result.tokens, expected.tokens),
