@@ -70,7 +70,7 @@ def _measure(
     options = {
         "drafter": drafter, "max_new_tokens": 128, "stop_tokens": (), "cache_capacity": slots,
     }  # fmt: skip
-    # On its device for good, as a round leaves it: JAX compiles anew for arrays that are not.
+    # Committed to its device, as a round leaves it: else JAX compiles the second round anew.
     state = jax.device_put(start(params, prompt, **options), jax.devices()[0])
     round_temporaries = _temporaries(step.lower(params, state, drafter))
     state = jax.block_until_ready(step(params, state, drafter))[0]

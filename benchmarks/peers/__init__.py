@@ -5,9 +5,8 @@ reads the shape from here, imports nothing that needs jax, and prints one line o
 measurement. It makes its own model with random weights and keeps it for the next run.
 
 Every engine decodes with all cores, one new token per row and call, without sampling, and reads
-prompts with the logits of every token. Row 0's
-prompt is copied to the cache entries of the other rows. Half of the measured steps lie before the
-requested context, half after it.
+prompts with the logits of every token. Row 0's prompt is copied to the cache entries of the other
+rows. Half of the measured steps lie before the requested context, half after it.
 """
 
 from __future__ import annotations

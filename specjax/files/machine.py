@@ -1,6 +1,6 @@
 """The machine as text, and how busy it is.
 
-What holds on one kind of machine alone is kept under its name.
+A value that holds on one kind of machine alone is kept under the machine's name.
 """
 
 from __future__ import annotations

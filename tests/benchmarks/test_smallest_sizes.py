@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.support.common import ROOT, parser
+from tests.conftest import ROOT
 
-DATA = parser(None).parse_args([]).data
 SHORT = "--prompts 1 --max-new-tokens 8"
 SIZES = {
     "exactness.outputs": f"{SHORT} --batch 2 --max-prompt 32 --draft-length 2 --ablation",
@@ -27,10 +27,10 @@ SIZES = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not DATA.is_dir(), reason="the real texts are elsewhere: SPECJAX_DATA")
 @pytest.mark.parametrize("name", SIZES)
-def test_runs(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(SIZES[name])]
+def test_runs(name: str, data: Path) -> None:
+    sizes = [*shlex.split(SIZES[name]), "--data", str(data)]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *sizes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr[-2000:]  # some judge what they measured
     assert " | " in done.stdout, f"no table: {done.stderr[-2000:]}"
