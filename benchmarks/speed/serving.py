@@ -4,18 +4,22 @@
   from 32, who ask for whole answers and for streams, in turns; tokens per second are medians, and
   so are a turn's ratios and the processor's time per token. Nothing is kept from one turn to the
   next: no prefixes, and by default a drafter without a memory.
-- latency: seconds to the first token and between two events, at several numbers of clients.
+- latency: seconds to the first token and between two events, at several numbers of clients; beside
+  llama.cpp's server, where `--peer` names its program, which takes turns on the same GGUF file with
+  as many rows. Medians over the turns. llama.cpp computes with 8-bit activations.
 - prefix: requests that begin with the same long system prompt, one after the other, with and
   without the prefix cache; their outputs are compared.
 
 The server runs in a process of its own; this one holds the clients, on the same cores.
 
     python -m benchmarks.speed.serving --model smollm2 --json OUT
+    python -m benchmarks.speed.serving --model smollm2 --part latency --peer PROGRAM --json OUT
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import sys
 import time
@@ -26,7 +30,16 @@ import numpy as np
 
 import specjax
 from benchmarks.support.common import parser, table, text_prompts, write
-from benchmarks.support.served import Heard, Served, clients, crowd, hear, receive, served
+from benchmarks.support.served import (
+    Heard,
+    Served,
+    clients,
+    crowd,
+    hear,
+    llama_cpp_served,
+    receive,
+    served,
+)
 from specjax import drafting
 
 KINDS = ("arithmetic", "python", "chat")
@@ -48,7 +61,7 @@ def main() -> int:
             if options.part != "latency":
                 rows += _throughput(running, options, prompts)
             if options.part != "throughput":
-                rows += asyncio.run(_latency(running, options, prompts))
+                rows += _latency(running, options, prompts)
     if options.part in (None, "prefix"):
         rows += _prefix(options, tokenizer, common)
     print(table(rows, list(dict.fromkeys(name for row in rows for name in row))))
@@ -63,6 +76,7 @@ def _options() -> Any:
     add("--model", default="tiny")
     add("--drafter", default="autoregressive", help="by its name, without a model of its own")
     add("--part", choices=("throughput", "latency", "prefix"), help="measure this alone")
+    add("--peer", metavar="PROGRAM", help="llama.cpp's llama-server, for the latency")
     add("--rows", type=int, default=8)
     add("--prompts", type=int, default=64)
     add("--max-prompt", type=int, default=256, help="tokens used of each prompt")
@@ -137,22 +151,39 @@ def _beside(own: Sequence[Turn], base: Sequence[Turn]) -> dict[str, float]:
     }
 
 
-async def _latency(
-    running: Served, options: Any, prompts: Sequence[list[int]]
-) -> list[dict[str, Any]]:
-    rows = []
-    async with clients(running) as client:
-        for count in options.clients:
-            heard, seconds = await crowd(client, [_body(each, options) for each in prompts], count)
-            rows.append({"part": "latency", "clients": count, **_waits(heard, seconds)})
-    return rows
+def _latency(running: Served, options: Any, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+    bodies = [_body(prompt, options) for prompt in prompts]
+
+    async def waits(server: Served, count: int) -> dict[str, float]:
+        async with clients(server, keep_alive=False) as client:
+            return _waits(*await crowd(client, bodies, count))
+
+    with contextlib.ExitStack() as stack:
+        servers = {"specjax": running}
+        if options.peer is not None:
+            context = options.max_prompt + options.max_new_tokens
+            servers["llama.cpp"] = stack.enter_context(
+                llama_cpp_served(options.peer, options.model, options.rows, context)
+            )
+        turns = [
+            {
+                (name, n): asyncio.run(waits(servers[name], n))
+                for n in options.clients
+                for name in servers
+            }
+            for _ in range(options.repeats)
+        ]
+    return [
+        {"part": "latency", "clients": count, "engine": name, "requests": len(bodies)}
+        | {key: statistics.median(turn[name, count][key] for turn in turns) for key in first}
+        for (name, count), first in turns[0].items()
+    ]
 
 
-def _waits(heard: Sequence[Heard], seconds: float) -> dict[str, Any]:
+def _waits(heard: Sequence[Heard], seconds: float) -> dict[str, float]:
     first = [each.first for each in heard]
     gaps = [gap for each in heard for gap in each.gaps]
     return {
-        "requests": len(heard),
         "tokens_per_second": sum(each.tokens for each in heard) / seconds,
         "first_p50": float(np.percentile(first, 50)),
         "first_p99": float(np.percentile(first, 99)),

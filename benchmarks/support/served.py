@@ -1,4 +1,4 @@
-"""`specjax serve` in a process of its own, and clients that time what comes from it."""
+"""`specjax serve` or llama.cpp's server in a process of its own, and clients that time it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import httpx
 import psutil
 
 from benchmarks.support.tables import ROOT
+from checkpoints_tools.sources import locate
 
 PATIENCE = 600.0  # seconds for an answer
 
@@ -72,12 +74,49 @@ def served(arguments: Sequence[str]) -> Iterator[Served]:
             process.kill()
 
 
+@contextlib.contextmanager
+def llama_cpp_served(program: str, model: str, rows: int, context: int) -> Iterator[Served]:
+    """Starts llama.cpp's `llama-server` on a GGUF file, without a memory of prompts.
+
+    program: the path of `llama-server`. rows, context: requests at a time, and tokens of each.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [
+            program, "--model", str(locate(model)), "--port", str(port), "--parallel", str(rows),
+            "--ctx-size", str(rows * context), "--no-cache-prompt", "--cache-ram", "0",
+            "--threads", str(psutil.cpu_count()),
+        ],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _listens(url):
+            assert process.poll() is None, f"{program} ended with {process.returncode}"
+            time.sleep(0.1)
+        yield Served(url, psutil.Process(process.pid))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
 @contextlib.asynccontextmanager
-async def clients(served: Served) -> AsyncIterator[aiohttp.ClientSession]:
-    """Connections without a limit of their number, which cost the server's cores little."""
+async def clients(served: Served, keep_alive: bool = True) -> AsyncIterator[aiohttp.ClientSession]:
+    """Connections without a limit of their number, which cost the server's cores little.
+
+    keep_alive: whether a connection serves several requests. llama.cpp's server may close it.
+    """
     async with aiohttp.ClientSession(
         served.url,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=not keep_alive),
         timeout=aiohttp.ClientTimeout(PATIENCE),
     ) as client:
         yield client
