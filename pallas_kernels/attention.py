@@ -51,8 +51,8 @@ IMPLEMENTATIONS: dict[Implementation, Callable[..., jax.Array]] = {
 @own_settings()
 def attention(
     queries: Float[Array, "B T H E"],
-    keys: Float32[Array, "B *L S K E"] | UInt16[Array, "B *L S K E"] | QuantizedEntries,
-    values: Float32[Array, "B *L S K E"] | UInt16[Array, "B *L S K E"] | QuantizedEntries,
+    keys: Float32[Array, "R *L S K E"] | UInt16[Array, "R *L S K E"] | QuantizedEntries,
+    values: Float32[Array, "R *L S K E"] | UInt16[Array, "R *L S K E"] | QuantizedEntries,
     lengths: Int32[Array, " B"],
     positions: Int32[Array, "B T"],
     ancestors: Int32[Array, "B T depth"] | None,
@@ -75,8 +75,9 @@ def attention(
 
     Args:
       queries: bf16 or f32[B, T, H, E].
-      keys: [B, L, S, K, E] in any form of `Entries`, the entries of L layers, S a multiple of
-        BLOCK; [B, S, K, E] without `layer`. The new tokens' entries are in place.
+      keys: [R, L, S, K, E] in any form of `Entries`, the entries of L layers, S a multiple of
+        BLOCK; [R, S, K, E] without `layer`. The new tokens' entries are in place. There may be more
+        than B rows: the tokens are those of the first ones.
       values: as the keys.
       lengths: int32[B], slots of context per row, without the new tokens.
       positions: int32[B, T], positions of the new tokens. A context slot's position is its number.

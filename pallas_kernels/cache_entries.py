@@ -52,7 +52,8 @@ class QuantizedEntries:
 
 
 Entries = jax.Array | QuantizedEntries  # float32, or uint16 holding bfloat16 bits
-Unquantized = Float32[Array, "B L S K E"] | UInt16[Array, "B L S K E"]  # of all layers
+# Of all layers, and of R rows. A pass over B rows has those of the first B.
+Unquantized = Float32[Array, "R L S K E"] | UInt16[Array, "R L S K E"]
 Cached = Unquantized | QuantizedEntries
 Place = tuple[Int32[Array, ""] | int, Int32[Array, ""] | int]  # a row and a layer
 

@@ -22,8 +22,8 @@ from specjax.drafting import (
 )
 from specjax.drafting.datastore import Datastore
 from specjax.drafting.suffix_memory import SuffixMemory
-from specjax.generation.batch import Completion
 from specjax.generation.batching import Progress, decode_many
+from specjax.generation.completion import Completion
 from specjax.generation.constraints import Constraint
 from specjax.generation.decoding import DecodeResult, decode
 from specjax.generation.generating import Generation, generate

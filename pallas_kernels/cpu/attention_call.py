@@ -63,7 +63,8 @@ def _parts(entries: Entries) -> tuple[jax.Array | None, ...]:
 
 
 def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
-    """The FFI call. Under vmap, batched caches become more rows; other batches run one by one."""
+    """The FFI call. Under vmap, batched caches of as many rows as the queries become more rows;
+    other batches run one by one."""
 
     @custom_vmap
     def call(queries: jax.Array, *others: jax.Array | None) -> jax.Array:
@@ -76,7 +77,10 @@ def _batched_by_rows(attributes: dict[str, object]) -> Callable[..., jax.Array]:
         axis_size: int, in_batched: list[bool], *operands: jax.Array | None
     ) -> tuple[jax.Array, bool]:
         given = tuple(in_batched)
-        if given[1] and given[2] and not given[5]:  # the layer belongs to no row
+        queries, keys = operands[:2]
+        assert queries is not None and keys is not None
+        like = queries.shape[-4] == keys.shape[-5]
+        if like and given[1] and given[2] and not given[5]:  # the layer belongs to no row
             rows = as_rows(operands[:5] + operands[6:], given[:5] + given[6:], axis_size)
             y = call(*rows[:5], operands[5], *rows[5:])
             y = y.reshape(axis_size, -1, *y.shape[1:])

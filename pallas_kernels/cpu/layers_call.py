@@ -20,7 +20,7 @@ from pallas_kernels.cpu.native import check_available
 from pallas_kernels.weights import Weight
 
 Arrays = tuple[jax.Array, ...]
-_ROWS = 3  # x, keys and values, whose first axis is B and which the call returns
+_ROWS = 3  # x, keys and values, whose first axis is of rows and which the call returns
 
 
 class Layers(NamedTuple):
@@ -64,8 +64,8 @@ def layers(
 
     Args:
       x: bf16 or f32[B, T, D].
-      keys: the cache, [B, L, S, K, E]: uint16 holding bfloat16 bits, or float32, like x; not
-        quantized.
+      keys: the cache, [R, L, S, K, E]: uint16 holding bfloat16 bits, or float32, like x; not
+        quantized. x belongs to the first of R rows.
       values: like the keys.
       lengths: int32[B], slots of context per row. New entries go to the slots behind.
       positions: int32[B, T].
@@ -111,7 +111,8 @@ def layers(
 
 
 def _batched_by_rows(attributes: dict[str, Any]) -> Any:
-    """The FFI call. Under vmap, batches become more rows; batched weights run one by one."""
+    """The FFI call. Under vmap, batches become more rows; batched weights, and caches of more rows
+    than x, run one by one."""
 
     @custom_vmap
     def call(by_row: Arrays, others: Arrays) -> Arrays:
@@ -125,7 +126,8 @@ def _batched_by_rows(attributes: dict[str, Any]) -> Any:
         axis_size: int, in_batched: list[Any], by_row: Arrays, others: Arrays
     ) -> tuple[Arrays, tuple[bool, ...]]:
         given, batched = (by_row, others), tuple(map(tuple, in_batched))
-        if any(jax.tree.leaves(batched[1])):
+        more = by_row[0].shape[-3] < by_row[1].shape[-5]
+        if more or any(jax.tree.leaves(batched[1])):
             ys: Arrays = lax.map(
                 lambda index: call(*entry(given, batched, index)), jnp.arange(axis_size)
             )

@@ -69,6 +69,21 @@ class Costs:
     passes: jax.Array | np.ndarray
     draft: jax.Array | np.float32
 
+    def for_more(self, times: float, wide: Costs, rows: float) -> Costs:
+        """The costs for `rows` times as many rows as these are for, from those for `times` as many.
+
+        A pass takes about as long as another one over as many tokens. times: at most 8, so that
+        both have seen passes that are alike.
+        """
+        tokens = np.array(WIDTHS) + 1
+        known = np.concatenate((tokens, times * tokens))
+        seconds = np.interp(times, tokens, self.passes) * np.asarray(wide.passes)
+        seconds = np.concatenate((self.passes, seconds))
+        order = np.argsort(known, kind="stable")
+        passes = np.interp(rows * tokens, known[order], seconds[order])
+        draft = np.interp(rows, (1, times), (self.draft, wide.draft))
+        return Costs((passes / passes[0]).astype(np.float32), np.float32(draft))
+
     @classmethod
     def usual(cls, rows: int) -> Costs:
         """Costs where none were measured: a pass takes 5 % longer for every token that one row

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -90,6 +91,39 @@ def settled(
     if draft is None and params.quantized and activation == "a16" and _may_pay(costs):
         draft = _OWN
     return dataclasses.replace(drafter, costs=costs, draft=draft)
+
+
+def settled_for_each(
+    drafter: Auto,
+    params: Params,
+    counts: Sequence[int],
+    cache_bits: int,
+    activation: Activation,
+    context: int,
+) -> dict[int, Auto]:
+    """`settled` for each of some ascending batch sizes, which may take turns on one state.
+
+    Every eighth power of two and the last are measured. The costs between follow from them.
+    """
+    if drafter.costs is not None:
+        return dict.fromkeys(counts, drafter)
+    measured = [rows for rows in counts if rows in (counts[-1], 1, 8, 64, 512)]
+    autos = {
+        rows: settled(drafter, params, rows, cache_bits, activation, context) for rows in measured
+    }
+    # What may pay for some is at hand for all.
+    draft = next((auto.draft for auto in autos.values() if auto.draft is not None), None)
+    for rows in counts:
+        if rows not in autos:
+            narrow, wide = (
+                max(n for n in measured if n < rows),
+                min(n for n in measured if n > rows),
+            )
+            few, many = autos[narrow].costs, autos[wide].costs
+            assert few is not None and many is not None
+            costs = few.for_more(wide / narrow, many, rows / narrow)
+            autos[rows] = dataclasses.replace(drafter, costs=costs)
+    return {rows: dataclasses.replace(autos[rows], draft=draft) for rows in counts}
 
 
 def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]) -> Costs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -28,20 +28,22 @@ from specjax.generation.batch_rows import (
     read_chunk,
     run_rounds,
 )
+from specjax.generation.completion import Completion, completed, refusal
 from specjax.generation.constraints import Guide
-from specjax.generation.decoding import failure
 from specjax.generation.guided import Constraints, guided_round, open_guides
-from specjax.generation.kinds import GuidedPrograms, Kind, less_of
+from specjax.generation.kinds import Kind, Scope, less_of
 from specjax.generation.prefix_cache import PrefixCache, begin_alike
+from specjax.generation.programs import Programs
 from specjax.generation.prompts import check_ids, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.generation.rows import widened
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, readable, whole_rows
 from specjax.model.params import Params
+from specjax.speculation.first_rows import move_row
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState, Stats
+from specjax.speculation.state import DecodeState
 
 Values = TypeVar("Values")  # a tree of arrays
 Result = TypeVar("Result")
@@ -49,30 +51,11 @@ Result = TypeVar("Result")
 _CHUNKS = 4  # at most, for every row without a prompt, while the others wait for their next round
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """The result of one prompt.
-
-    tokens: int32[n], the prompt included; int32[0] where the prompt was refused.
-    stats: counts, int32[] each.
-    levels: counts of the levels that drafted; see `DecodeResult`.
-    error: why the prompt was refused, or why its output ended early: the model's next logits were
-        NaN or infinite, or its grammar could not be followed. None: neither.
-    logprobs: log-probabilities of the new tokens; None: not asked for, or the prompt was refused.
-    """
-
-    tokens: np.ndarray
-    stats: Stats
-    levels: tuple[Stats, ...] = ()
-    error: str | None = None
-    logprobs: Logprobs | None = None
-
-
 class Launched(NamedTuple):
     """Rounds that the device runs.
 
     rounds: their number, int32[].
-    each: the gains of the first of them, in arrays [B, room, …].
+    each: the gains of the first of them, in arrays [rows that run, room, …].
     mesh: the devices.
     """
 
@@ -81,7 +64,7 @@ class Launched(NamedTuple):
     mesh: Mesh | None
 
     def gained(self) -> Gained:
-        """Waits for the device. Returns what all rows gained, in arrays [B, rounds, …]."""
+        """Waits for the device. Returns what the rows gained, in arrays [rows, rounds, …]."""
         rounds = int(self.rounds)
         whole = jax.tree.map(np.asarray, readable(self.each, self.mesh))
         told: Gained = jax.tree.map(lambda leaf: leaf[:, :rounds], whole)
@@ -96,21 +79,26 @@ class Batch:
       rows: prompts decoded at a time.
       like: a prompt that lends free rows its key and its sampling; it is not decoded.
       prefixes: what prompts that begin alike share; None: every prompt is read whole.
-      guided: the programs of rounds with grammars; None: each is compiled by its first round.
+      programs: those of rounds; None: each is compiled by its first round.
+      requests: the request for each number of rows that may run; None: all rows always run.
 
     waiting: prompts that nobody has read yet. More may be appended at any time between two calls.
     running: the prompts in the rows, by row.
     state: the rows.
     echoed: log-probabilities of prompts' own tokens but the first, by the prompts' numbers; whoever
         asked for them takes them out.
+    requests: by numbers of rows that may run.
+    lacking: the scope of the last rounds, where a greater one had to serve; else None.
     """
 
     def __init__(
         self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None,
-        guided: GuidedPrograms | None = None,
+        programs: Programs | None = None, requests: Mapping[int, Request] | None = None,
     ) -> None:  # fmt: skip
         self.job, self.prefixes, self._rows = job, prefixes, rows
-        self.guided = guided or GuidedPrograms()
+        self._programs = programs or Programs()
+        self.requests = requests or {rows: job.request}
+        self.lacking: Scope | None = None
         self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Waiting] = {}
         self._guides: dict[int, Guide] = {}
@@ -151,8 +139,8 @@ class Batch:
         return int(self.launch(limit, 0).rounds)
 
     def steps(self, limit: int = 1, room: int = 1) -> Gained:
-        """Runs rounds until a row finishes, at most `limit`. Returns what all rows gained, in
-        arrays [B, rounds, …] on the host.
+        """Runs rounds until a row finishes, at most `limit`. Returns what the rows gained, in
+        arrays [rows, rounds, …] on the host.
 
         room: the most rounds that `limit` ever is. Each has a program of its own.
         """
@@ -166,19 +154,26 @@ class Batch:
     def launch(self, limit: int, room: int) -> Launched:
         """Begins to run rounds as `steps` does, and does not wait for the device: all that is done
         to the batch from now on is done after them."""
-        params, request = self.job.params, self.job.request
+        self._close_gaps()
+        wanted = self._scope()
+        scope, ahead = self._programs.least(wanted), self._programs.ahead
+        self.lacking = None if scope == wanted else wanted
+        params, request = self.job.params, self.requests[scope.rows]
 
         def run(state: DecodeState) -> tuple[DecodeState, Launched]:
-            if self._guides:
-                ahead = self.guided.ahead
-                state, verified = guided_round(params, request, state, self._guides, ahead)
+            if scope.guided:
+                state, verified = guided_round(
+                    params, request, state, self._guides, ahead, scope.rows
+                )
                 gained = Gained.of(verified)
                 gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], gained)
                 return state, Launched(1, gained, params.mesh)
-            state, rounds, gained = run_rounds(params, request, state, np.int32(limit), room)
+            state, rounds, gained = ahead.run(
+                run_rounds, params, request, state, np.int32(limit), told=room, rows=scope.rows
+            )
             return state, Launched(rounds, gained, params.mesh)
 
-        return self._advance(run)
+        return self._advance(run, scope.kind)
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished, or cannot go on."""
@@ -240,10 +235,12 @@ class Batch:
             self.prefixes.keep(after, reading.done)
         return after
 
-    def _advance(self, program: Callable[[DecodeState], tuple[DecodeState, Result]]) -> Result:
-        """Runs a program on the state without what no running prompt asks for: it costs less."""
+    def _advance(
+        self, program: Callable[[DecodeState], tuple[DecodeState, Result]], kind: Kind
+    ) -> Result:
+        """Runs a program on the state without what its kind does not compute: it costs less."""
         before = self.state
-        less = less_of(before, self._kind())
+        less = less_of(before, kind)
         after, result = program(dataclasses.replace(before, **less))
         aside: dict[str, Any] = {name: getattr(before, name) for name in less}
         if after.sampling is not None and before.sampling is not None:  # parts of it ran, donated
@@ -251,10 +248,26 @@ class Batch:
         self.state = dataclasses.replace(after, **aside)
         return result
 
-    def _kind(self) -> Kind:
-        """The least kind of rounds that gives every running prompt what it asks for."""
+    def _scope(self) -> Scope:
+        """The least scope of rounds that gives every running prompt what it asks for."""
         kind = max(prompt.kind for prompt in self.running.values())
-        return self.guided.least(kind) if self._guides else kind
+        return Scope(self._first(max(self.running) + 1), kind, bool(self._guides))
+
+    def _first(self, rows: int) -> int:
+        """How many rows run so that the first `rows` do."""
+        return min(each for each in self.requests if each >= rows)
+
+    def _close_gaps(self) -> None:
+        """Moves the last rows to free places where fewer rows run then, unless a prompt comes."""
+        while not self.wanting and self._first(len(self.running)) < self._first(
+            max(self.running) + 1
+        ):
+            source = max(self.running)
+            target = next(row for row in range(self._rows) if row not in self.running)
+            self.state = move_row(self.state, np.int32(source), np.int32(target))
+            self.running[target] = self.running.pop(source)
+            if source in self._guides:
+                self._guides[target] = self._guides.pop(source)
 
     def _error(self, row: int) -> str | None:
         """Why the row's grammar cannot be followed any further; None: it can, or there is none."""
@@ -312,7 +325,7 @@ def empty_batch(
     *,
     sampling: Sampling | None = None,
     prefixes: PrefixCache | None = None,
-    guided: GuidedPrograms | None = None,
+    programs: Programs | None = None,
 ) -> Batch:
     """Returns a batch without prompts; they are appended to its `waiting` as they come.
 
@@ -323,46 +336,28 @@ def empty_batch(
       rows: prompts decoded at a time.
       context: tokens of a prompt and its output, at most.
       sampling: in arrays [1], of fields like every prompt's; None: all are decoded greedily.
-      prefixes, guided: as in `Batch`.
+      prefixes, programs: as in `Batch`. One device runs no more rows than a power of two needs.
 
     Raises ValueError where the rows do not fit the model or the memory.
     """
     request = dataclasses.replace(request, max_new_tokens=1, sampling=None)
-    request = request.sharing(params).for_width(params, context - 1, rows)
+    counts = [rows] if params.mesh is not None else [*_powers_below(rows), rows]
+    requests = request.sharing(params).for_row_counts(params, context - 1, counts)
     key = None if sampling is None else jax.random.key(0)[None]
     like = Waiting(-1, np.zeros(1, np.int32), 2, key, sampling)
-    return Batch(Job(params, request, context - 1), rows, like, prefixes, guided)
+    job = Job(params, requests[rows], context - 1)
+    return Batch(job, rows, like, prefixes, programs, requests)
+
+
+def _powers_below(rows: int) -> list[int]:
+    """1, 2, 4, … below `rows`."""
+    return [1 << power for power in range((rows - 1).bit_length())]
 
 
 def _of_prompt(values: Values, number: int) -> Values:
     """Returns one prompt's entries of arrays [P], as arrays [1]."""
     own: Values = jax.tree.map(lambda leaf: leaf[number : number + 1], values)
     return own
-
-
-def completed(
-    params: Params, request: Request, state: DecodeState, row: int, end: int | None = None
-) -> Completion:
-    """Returns what a row holds, or its first `end` tokens."""
-    levels = request.drafter.levels(state.draft)
-    values = state.tokens, state.lengths, state.stats, state.failed, levels, state.logprobs
-    tokens, length, stats, failed, levels, logprobs = jax.tree.map(
-        lambda leaf: np.array(np.asarray(leaf)[row]), readable(values, params.mesh)
-    )
-    error = None
-    if end is not None:
-        stats = dataclasses.replace(stats, generated=stats.generated - (length - end))
-        length = end
-    elif failed:
-        error = failure(int(stats.generated))
-    logprobs = jax.tree.map(lambda leaf: leaf[: int(stats.generated)], logprobs)
-    return Completion(tokens[:length], stats, levels, error, logprobs)
-
-
-def refusal(error: str) -> Completion:
-    """Returns the result of a prompt that cannot be decoded."""
-    none = jax.tree.map(lambda counts: np.asarray(counts[0]), Stats.zeros(1))
-    return Completion(np.zeros(0, np.int32), none, error=error)
 
 
 def _listed(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:

@@ -30,6 +30,7 @@ from specjax.model.parallel import ROWS, blank_rows, everywhere, on_mesh, own_ro
 from specjax.model.params import Params
 from specjax.model.transformer import CHUNK, forward
 from specjax.speculation.drafter import Drafter
+from specjax.speculation.first_rows import first_rows, put_first_rows
 from specjax.speculation.logprobs import Logprobs, score_emitted
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
@@ -268,17 +269,25 @@ def run_round(
     return state, Gained.of(verified, drafter.source(state.draft))
 
 
-@partial(jax.jit, donate_argnames="state", static_argnames="told")
+@partial(jax.jit, donate_argnames="state", static_argnames=("told", "rows"))
 @own_settings()
 def run_rounds(
-    params: Params, request: Request, state: DecodeState, limit: jax.Array, told: int = 0
+    params: Params,
+    request: Request,
+    state: DecodeState,
+    limit: jax.Array,
+    told: int = 0,
+    rows: int | None = None,
 ) -> tuple[DecodeState, jax.Array, Gained]:
     """Runs rounds until a running row finishes, at most `limit`.
 
-    Returns their number as well, and the gains of the first `told` of them, in arrays
-    [B, told, …].
+    rows: how many rows run, the first ones; None: all. The others must be finished.
+
+    Returns the number of rounds as well, and the gains of the first `told` of them, in arrays
+    [rows, told, …].
     """
     mesh = params.mesh
+    part = first_rows(state, rows)
 
     def rounds(
         params: Params, request: Request, limit: jax.Array, state: DecodeState
@@ -311,9 +320,10 @@ def run_rounds(
         none: Gained = jax.tree.map(blank, jax.eval_shape(one, state)[1])
         return lax.while_loop(more, another, (state, jnp.int32(0), none))
 
-    return on_mesh(
-        rounds, mesh, (params, request, limit), (state,), out=(row_specs(state), P(), ROWS)
+    part, done, gains = on_mesh(
+        rounds, mesh, (params, request, limit), (part,), out=(row_specs(part), P(), ROWS)
     )
+    return put_first_rows(state, part), done, gains
 
 
 @jax.jit

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.activations import Activation
-from specjax.generation.batch import Batch, Completion, open_batch
+from specjax.generation.batch import Batch, open_batch
+from specjax.generation.completion import Completion
 from specjax.generation.guided import Constraints
 from specjax.generation.request import Options, Request
 from specjax.model.parallel import readable

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import check_integer, shown
-from specjax.generation.batch import Completion, refusal
 from specjax.generation.batching import complete_request
+from specjax.generation.completion import Completion, refusal
 from specjax.generation.constraints import Constraint
 from specjax.generation.guided import Constraints, constraint_of_each
 from specjax.generation.request import Request, row_keys, row_sampling

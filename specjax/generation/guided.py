@@ -31,12 +31,15 @@ def guided_round(
     state: DecodeState,
     guides: Mapping[int, Guide],
     ahead: Ahead | None = None,
+    rows: int | None = None,
 ) -> tuple[DecodeState, Verified]:
     """Runs one round. The given state is donated, and the guides advance.
 
     guides: by row, for the rows that keep to a grammar. The other rows are free.
     ahead: the programs that `compile_ahead` has made; None: none.
+    rows: how many rows run, the first ones; None: all. The others must be finished.
     """
+    rows = len(state.finished) if rows is None else rows
     run = (ahead or Ahead()).run
     drafter = request.drafter
     running = np.flatnonzero(~np.asarray(state.finished))
@@ -44,14 +47,14 @@ def guided_round(
     forced = {row: tokens for row, guide in own.items() if (tokens := guide.forced(MOST_FORCED))}
     skips = drafter.skippable and _pays(len(forced), len(running), drafter.draft_length)
     if skips:
-        proposal = _chain(forced, len(state.finished))
+        proposal = _chain(forced, rows)
     else:
-        proposal, state = run(propose, params, state, drafter)
+        proposal, state = run(propose, params, state, drafter, rows=rows)
     masks = _masks(proposal, own, state.vocab_size)
     proposal = dataclasses.replace(proposal, allowed=jnp.asarray(masks))
     state, verified = run(
         conclude, params, state, drafter, proposal, activation=request.activation,
-        observed=not skips,
+        observed=not skips, rows=rows,
     )  # fmt: skip
     emitted, counts = np.asarray(verified.emitted), np.asarray(verified.count)
     for row, guide in own.items():
@@ -59,9 +62,12 @@ def guided_round(
     return state, verified
 
 
-def compile_ahead(ahead: Ahead, params: Params, request: Request, state: DecodeState) -> None:
-    """Compiles every program of guided rounds. state: in `jax.ShapeDtypeStruct`s."""
-    drafter, rows = request.drafter, len(state.finished)
+def compile_ahead(
+    ahead: Ahead, params: Params, request: Request, state: DecodeState, rows: int
+) -> None:
+    """Compiles every program of guided rounds. state: in `jax.ShapeDtypeStruct`s; rows: as in
+    `guided_round`."""
+    drafter = request.drafter
 
     def compile_(proposal: Proposal, state: DecodeState, observed: bool) -> None:
         shape = (rows, proposal.tokens.shape[1] + 1, -(-state.vocab_size // 32))
@@ -69,13 +75,13 @@ def compile_ahead(ahead: Ahead, params: Params, request: Request, state: DecodeS
         proposal = dataclasses.replace(proposal, allowed=allowed)
         ahead.compile(
             conclude, params, state, drafter, proposal, activation=request.activation,
-            observed=observed,
+            observed=observed, rows=rows,
         )  # fmt: skip
 
     if drafter.skippable:
         compile_(_chain({}, rows), state, observed=False)
     if not drafter.skippable or drafter.draft_length:
-        proposal, state = ahead.compile(propose, params, state, drafter)
+        proposal, state = ahead.compile(propose, params, state, drafter, rows=rows)
         compile_(proposal, state, observed=True)
 
 

@@ -1,20 +1,13 @@
 """Kinds of rounds: a round computes no more than some running prompt asks for.
 
-Each kind has programs of its own, so there are few, and each gives what the ones before it give.
+What one kind gives, the kinds after it give as well.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-
-from specjax.generation.ahead import Ahead
-from specjax.generation.guided import compile_ahead
-from specjax.generation.request import Request
-from specjax.model.params import Params
 from specjax.speculation.state import DecodeState
 
 
@@ -28,6 +21,19 @@ class Kind(IntEnum):
     PENALIZED = 3
 
 
+class Scope(NamedTuple):
+    """All that a round computes. rows: how many rows run, the first ones; guided: whether some of
+    them keep to grammars."""
+
+    rows: int
+    kind: Kind
+    guided: bool = False
+
+    def serves(self, other: Scope) -> bool:
+        """Whether such a round gives what one of the other scope gives."""
+        return self.guided == other.guided and self.rows >= other.rows and self.kind >= other.kind
+
+
 def less_of(state: DecodeState, kind: Kind) -> dict[str, Any]:
     """The fields of the state that hold less than usual in a kind of rounds."""
     sampling = state.sampling
@@ -38,34 +44,3 @@ def less_of(state: DecodeState, kind: Kind) -> dict[str, Any]:
     if kind is Kind.DRAWN:
         return {"sampling": sampling.without_penalties(), "logprobs": None}
     return {"sampling": None, "keys": None, "logprobs": None}
-
-
-class GuidedPrograms:
-    """The programs of rounds with grammars, of the kinds that have been compiled ahead of them."""
-
-    def __init__(self) -> None:
-        self.ahead = Ahead()
-        self._kinds = frozenset[Kind]()
-
-    @property
-    def ready(self) -> bool:
-        """Whether there are programs that serve every prompt."""
-        return Kind.PENALIZED in self._kinds
-
-    def least(self, kind: Kind) -> Kind:
-        """The least compiled kind that serves prompts of this one; this one, if none does."""
-        return min((each for each in self._kinds if each >= kind), default=kind)
-
-    def compile(self, params: Params, request: Request, state: DecodeState, kind: Kind) -> None:
-        """Compiles the programs of a kind. state: its shapes, from `shapes_of`."""
-        state = dataclasses.replace(state, **less_of(state, kind))
-        compile_ahead(self.ahead, params, request, state)
-        self._kinds |= {kind}
-
-
-def shapes_of(state: DecodeState) -> DecodeState:
-    """The same with a `jax.ShapeDtypeStruct` in the place of each array."""
-    shapes: DecodeState = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state
-    )
-    return shapes

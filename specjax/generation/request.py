@@ -17,7 +17,7 @@ from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.cache_entries import check_cache_bits
 from specjax.checks import check_integer
 from specjax.drafting import Auto
-from specjax.drafting.calibration import settled
+from specjax.drafting.calibration import settled, settled_for_each
 from specjax.drafting.suffix_memory import SuffixMemory
 from specjax.generation.prompts import check_limits, check_logprobs, check_stop_tokens
 from specjax.model.config import ModelConfig
@@ -138,6 +138,21 @@ class Request:
         if isinstance(drafter, Auto):
             drafter = settled(drafter, params, rows, self.cache_bits, self.activation, width)
         return dataclasses.replace(self, drafter=drafter, cache_capacity=capacity)
+
+    def for_row_counts(
+        self, params: Params, width: int, counts: Sequence[int]
+    ) -> dict[int, Request]:
+        """`for_width` for each of several ascending numbers of rows, which may take turns on one
+        state."""
+        drafters: dict[int, Drafter] = dict.fromkeys(counts, self.drafter)
+        if isinstance(self.drafter, Auto):
+            drafters |= settled_for_each(
+                self.drafter, params, counts, self.cache_bits, self.activation, width
+            )
+        return {
+            rows: dataclasses.replace(self, drafter=drafter).for_width(params, width, rows)
+            for rows, drafter in drafters.items()
+        }
 
     def sharing(self, params: Params) -> Request:
         """The request for many prompts, which share a memory of texts if the drafter takes one."""

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from specjax.files.kept_programs import kept
-from specjax.generation.batch import Batch, Completion, completed, open_batch
+from specjax.generation.batch import Batch, open_batch
 from specjax.generation.batch_rows import Gained, run_round
+from specjax.generation.completion import Completion, completed
 from specjax.generation.constraints import Constraint, Guide
 from specjax.generation.decoding import start_request
 from specjax.generation.guided import Constraints, guided_round, open_guides

@@ -39,10 +39,10 @@ SINKS = 4  # the first positions, which passes under a window see too (Streaming
 class KVCache:
     """Keys (after RoPE) and values of every layer.
 
-    keys, values: [B, L, S, K, E], S a multiple of the attention's block. float32, or uint16 holding
+    keys, values: [R, L, S, K, E], S a multiple of the attention's block. float32, or uint16 holding
         bfloat16 bits (XLA:CPU would convert a whole bfloat16 cache at every update), or
         `QuantizedEntries`.
-    lengths: int32[B], committed slots per row.
+    lengths: int32[B], committed slots per row. Passes are over B rows: all, or the first ones.
     window: how many positions back a pass sees, beside the first SINKS; None: as far as the model.
         A draft may read less of the cache than the verification.
     """
@@ -130,31 +130,47 @@ class KVCache:
         )
         return dataclasses.replace(self, keys=keys, values=values)
 
+    def first(self, rows: int) -> KVCache:
+        """Returns the same entries for passes over the first rows."""
+        return self.with_lengths(self.lengths[:rows])
+
+    def put_first(self, other: KVCache) -> KVCache:
+        """Returns what `first` has made of this cache, for passes over all rows again."""
+        return other.with_lengths(self.lengths.at[: len(other.lengths)].set(other.lengths))
+
+    def move_row(self, source: Int32[Array, ""], target: Int32[Array, ""]) -> KVCache:
+        """Copies the committed entries of one row to another one's slots. int32[] each."""
+        return self._copied(self, source, target)
+
     def put_row(self, row: Int32[Array, ""], other: KVCache) -> KVCache:
         """Returns the cache with the committed entries of another's only row in one of its rows.
 
         row: int32[]. Nothing is written to a row past the last.
         other: of one row, and of as many slots.
         """
-        zero = jnp.int32(0)
+        return self._copied(other, jnp.int32(0), row)
+
+    def _copied(self, other: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
+        """Copies, block by block, the committed entries of a row of `other`, which may be this."""
+        zero, within = jnp.int32(0), other is self
 
         def put(block: jax.Array, cached: tuple[Entries, Entries]) -> tuple[Entries, Entries]:
             start = block * BLOCK
 
-            def write(whole: jax.Array, one: jax.Array) -> jax.Array:
-                part = lax.dynamic_slice_in_dim(one, start, BLOCK, axis=2)
-                return lax.dynamic_update_slice(
-                    whole, part, [row, zero, start] + [zero] * (whole.ndim - 3)
-                )
+            def write(whole: jax.Array, given: jax.Array) -> jax.Array:
+                others = [zero] * (whole.ndim - 3)
+                size = (1, whole.shape[1], BLOCK, *whole.shape[3:])
+                part = lax.dynamic_slice(given, [source, zero, start, *others], size)
+                return lax.dynamic_update_slice(whole, part, [target, zero, start, *others])
 
-            written: tuple[Entries, Entries] = jax.tree.map(
-                write, cached, (other.keys, other.values)
-            )
+            from_where = cached if within else (other.keys, other.values)
+            written: tuple[Entries, Entries] = jax.tree.map(write, cached, from_where)
             return written
 
-        blocks = jnp.where(row < self.lengths.shape[0], -(-other.lengths[0] // BLOCK), 0)
+        length = other.lengths[source]
+        blocks = jnp.where(target < self.lengths.shape[0], -(-length // BLOCK), 0)
         keys, values = lax.fori_loop(0, blocks, put, (self.keys, self.values))
-        lengths = self.lengths.at[row].set(other.lengths[0])
+        lengths = self.lengths.at[target].set(length)
         return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
 
     def sight(self, window: int | None) -> tuple[int | None, int]:

@@ -1,9 +1,9 @@
 """The engine: one thread that owns the rows on the device.
 
 Others give it outputs to make (`Ask`) and hear of every round (`Piece`). It admits prompts first
-come, first served, runs a round of all rows, and tells whoever asked. All shapes are fixed when it
-starts, and so are the programs: greedy, sampling, sampling with log-probabilities, and sampling
-with penalties.
+come, first served, runs rounds, and tells whoever asked. All shapes are fixed when it starts. It
+starts with the program that serves every output without a grammar. Those that cost less, because
+fewer rows run or nobody asks for more, are compiled beside it once they are of use.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.generation.batch import Batch, Completion, Launched, empty_batch
+from specjax.generation.batch import Batch, Launched, empty_batch
 from specjax.generation.batch_rows import Gained, Waiting
-from specjax.generation.kinds import GuidedPrograms, Kind, shapes_of
+from specjax.generation.completion import Completion
+from specjax.generation.kinds import Kind, Scope
 from specjax.generation.prefix_cache import PrefixCache
+from specjax.generation.programs import Programs, shapes_of
 from specjax.generation.request import Request
 from specjax.model.params import Params
 from specjax.model.transformer import CHUNK
 from specjax.serving.asks import Ask, Finish, Piece, Plan, arrays_of
+from specjax.serving.compiler import Compiler
 from specjax.serving.errors import Busy, Ending
 from specjax.serving.metrics import Metrics
+from specjax.speculation.first_rows import move_row
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState
 
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 16  # that the device runs before the host looks
 # Seconds of them: where somebody waits for each token, where a row is free, and else.
-_MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.025, 0.005, 0.25
+_MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.025, 0.015, 0.25
 
 
 class _Moment(NamedTuple):
@@ -69,11 +72,12 @@ class Engine:
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()
         self._lock, self._asked = threading.Lock(), 0
         self._draining = self._ended = False
-        self._guided, self._held = GuidedPrograms(), list[Waiting]()
-        self._compiling: threading.Thread | None = None
+        self._programs, self._held = Programs(_MOST_ROUNDS), list[Waiting]()
+        self._compiler = Compiler(self._compile, self._compiled)
         self._pace = _MOMENT  # seconds of a round
         self._moment: _Moment | None = None
         self._batch = self._new_batch()
+        self._shapes = shapes_of(self._batch.state)
         self._thread = threading.Thread(target=self._work, name="specjax-engine", daemon=True)
 
     @property
@@ -117,15 +121,17 @@ class Engine:
         return self._request.constrained
 
     def start(self) -> None:
-        """Compiles every program but those of rows with a grammar, and begins to serve.
+        """Compiles a program that serves every output without a grammar, and begins to serve.
 
-        The first output with a grammar has them compiled, and waits; the others go on.
+        The first output with a grammar has its program compiled, and waits; the others go on.
         """
-        plain, penalizing = Sampling(), Sampling(presence_penalty=1.0)
-        for sampling, scored in ((None, False), (plain, False), (plain, True), (penalizing, True)):
-            self._warm_up(sampling, scored)
+        self._compile(self._every(guided=False))
+        self._warm_up()
         self._renew()
         self._thread.start()
+        self._compiler.start()
+        for kind in (Kind.DRAWN, Kind.GREEDY):  # what one client alone is likely to ask for
+            self._compiler.ask(Scope(1, kind))
 
     def submit(self, asks: Sequence[Ask]) -> list[int]:
         """Takes outputs to make, all or none. Returns the numbers by which to cancel them.
@@ -157,10 +163,10 @@ class Engine:
         """Ends every open output with an error, and the thread."""
         self.drain()
         self._inbox.put(self._end)
-        self._guided.ahead.end()
-        for thread in (self._thread, self._compiling):
-            if thread is not None and thread.is_alive():
-                thread.join()
+        self._programs.ahead.end()
+        self._compiler.end()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _work(self) -> None:
         try:
@@ -213,6 +219,8 @@ class Engine:
     def _begin_moment(self) -> _Moment:
         """Begins to run rounds, and does not wait for them."""
         launched = self._batch.launch(self._most_rounds(), _MOST_ROUNDS)
+        if self._batch.lacking is not None:
+            self._compiler.ask(self._batch.lacking)
         return _Moment(launched, dict(self._batch.running), time.perf_counter())
 
     def _most_rounds(self) -> int:
@@ -255,33 +263,33 @@ class Engine:
         self._open[number] = ask, []
         self.metrics.asked(len(ask.tokens))
         prompt = ask.waiting(number)
-        if ask.guide is None or self._guided.ready:
+        every = self._every(guided=True)
+        if ask.guide is None or self._programs.have(every):
             self._batch.waiting.append(prompt)
             return
+        if not self._held:
+            self._compiler.ask_again(every)
         self._held.append(prompt)
-        if self._compiling is None:
-            shapes = shapes_of(self._batch.state)
-            compile_ = partial(self._compile, self._batch.job.request, shapes)
-            self._compiling = threading.Thread(target=compile_, name="specjax-compiler")
-            self._compiling.start()
 
-    def _compile(self, request: Request, shapes: DecodeState) -> None:
-        """Compiles the programs of rows with a grammar, in a thread of its own: first those that
-        serve every output, then those that cost less."""
-        try:
-            for kind in (Kind.PENALIZED, Kind.GREEDY, Kind.DRAWN, Kind.SCORED):
-                self._guided.compile(self.params, request, shapes, kind)
-                self._inbox.put(self._release)
-        except Exception as error:
-            self._inbox.put(partial(self._give_up_held, error))
+    def _every(self, guided: bool) -> Scope:
+        """The scope of the programs that serve every output, without a grammar or with one."""
+        return Scope(self.plan.rows, Kind.PENALIZED, guided)
+
+    def _compile(self, scope: Scope) -> None:
+        request = self._batch.requests[scope.rows]
+        self._programs.compile(self.params, request, self._shapes, scope)
+
+    def _compiled(self, scope: Scope, error: Exception | None) -> None:
+        """Hears from the compiler's thread."""
+        if scope == self._every(guided=True):
+            self._inbox.put(partial(self._give_up_held, error) if error else self._release)
 
     def _give_up_held(self, error: Exception) -> None:
         """Ends the outputs that wait for programs; the next one has them compiled again."""
-        _log.error("the programs of grammars cannot be compiled", exc_info=error)
         reason = f"the programs of grammars cannot be compiled ({type(error).__name__})"
         for number in [each.number for each in self._held if each.number in self._open]:
             self._close(number, Piece([], None, "error", reason))
-        self._held, self._compiling = [], None
+        self._held = []
 
     def _release(self) -> None:
         """Lets the outputs with a grammar wait for rows, like the others."""
@@ -328,20 +336,23 @@ class Engine:
         prefixes = PrefixCache(plan.prefix_bytes, outputs=on_cpu) if shared else None
         return empty_batch(
             self.params, self._request, plan.rows, plan.context,
-            sampling=arrays_of(Sampling()), prefixes=prefixes, guided=self._guided,
+            sampling=arrays_of(Sampling()), prefixes=prefixes, programs=self._programs,
         )  # fmt: skip
 
-    def _warm_up(self, sampling: Sampling | None, scored: bool) -> None:
+    def _warm_up(self) -> None:
         """Runs everything once: a chunk that is read, one that an output fills, one that is found,
-        a prompt that is scored, and an output that is given up."""
+        a prompt that is scored, an output that is given up, and a row that moves."""
+        sampling = Sampling(presence_penalty=1.0)
+        if self.plan.rows > 1:
+            self._batch.state = move_row(self._batch.state, np.int32(1), np.int32(0))
         lengths = [CHUNK, 2 * CHUNK + 2, 2 * CHUNK + 2, CHUNK, 2]
         scoring, given_up = len(lengths) - 2, len(lengths) - 1
         for number, length in enumerate(lengths):
             text = int(number == 0)  # the first has nothing in common with the others
             tokens = np.full(min(length, self.plan.context - 2), text, np.int32)
-            echoed = scored and number == scoring
+            echoed = number == scoring
             ask = Ask(
-                tokens, 2, sampling, 2**32 - 1, (0, 1), scored, echoed, None, frozenset(), _ignore
+                tokens, 2, sampling, 2**32 - 1, (0, 1), True, echoed, None, frozenset(), _ignore
             )
             self._batch.waiting.append(ask.waiting(number))
         while self._batch.busy:

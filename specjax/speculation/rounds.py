@@ -19,6 +19,7 @@ from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import ROWS, on_mesh, row_specs
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
+from specjax.speculation.first_rows import first_rows, put_first_rows
 from specjax.speculation.state import DecodeState, Proposal, Stats, Verified
 from specjax.speculation.verification import verify
 
@@ -45,20 +46,26 @@ def step(
     )  # fmt: skip
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, static_argnames="rows", donate_argnames="state")
 @own_settings()
-def propose(params: Params, state: DecodeState, drafter: Drafter) -> tuple[Proposal, DecodeState]:
+def propose(
+    params: Params, state: DecodeState, drafter: Drafter, rows: int | None = None
+) -> tuple[Proposal, DecodeState]:
     """The first half of a round whose drafts the host reads before `conclude` verifies them.
 
     Drafts are matched. The given state is donated.
+
+    rows: how many rows run, the first ones; None: all. The others must be finished.
     """
-    return on_mesh(
+    part = first_rows(state, rows)
+    proposal, part = on_mesh(
         partial(_propose, matched=True),
-        params.mesh, (params, drafter), (state,), out=(ROWS, row_specs(state)),
+        params.mesh, (params, drafter), (part,), out=(ROWS, row_specs(part)),
     )  # fmt: skip
+    return proposal, put_first_rows(state, part)
 
 
-@partial(jax.jit, static_argnames=("activation", "observed"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("activation", "observed", "rows"), donate_argnames="state")
 @own_settings()
 def conclude(
     params: Params,
@@ -67,10 +74,12 @@ def conclude(
     proposal: Proposal,
     activation: Activation = "a16",
     observed: bool = True,
+    rows: int | None = None,
 ) -> tuple[DecodeState, Verified]:
     """The second half of a round. The given state is donated.
 
     observed: whether the drafter made the proposal, and learns from the verdict.
+    rows: as in `propose`.
 
     Returns the state, and the verdict without logits and distributions, which only drafters read.
     """
@@ -82,9 +91,11 @@ def conclude(
         none = after[1].logits[..., :0]
         return after[0], dataclasses.replace(after[1], logits=none, distributions=None)
 
-    return on_mesh(
-        conclusion, params.mesh, (params, drafter), (state, proposal), out=(row_specs(state), ROWS)
+    part = first_rows(state, rows)
+    part, verified = on_mesh(
+        conclusion, params.mesh, (params, drafter), (part, proposal), out=(row_specs(part), ROWS)
     )
+    return put_first_rows(state, part), verified
 
 
 def _step(

@@ -1,4 +1,5 @@
-"""The first structured output waits for its programs; other outputs do not."""
+"""Programs that are compiled while others serve: narrower ones, and those of grammars, for which
+the first structured output waits; other outputs do not."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from specjax.generation import kinds
-from specjax.generation.kinds import GuidedPrograms, Kind
+from specjax.generation import programs
+from specjax.generation.kinds import Kind, Scope
 
 CHOICE: dict[str, Any] = {
     "model": "tiny", "prompt": "A", "max_tokens": 8, "temperature": 0,
@@ -21,17 +22,16 @@ CHOICE: dict[str, Any] = {
 
 @pytest.fixture
 def held_back(live, monkeypatch) -> threading.Event:
-    """Begins with nothing compiled, and compiles nothing before this is set."""
-    may, compile_ahead = threading.Event(), kinds.compile_ahead
+    """Begins without programs of grammars, and compiles none before this is set."""
+    may, compile_ahead = threading.Event(), programs.compile_ahead
 
     def wait(*args: Any) -> None:
         assert may.wait(60)
         compile_ahead(*args)
 
-    monkeypatch.setattr(kinds, "compile_ahead", wait)
-    fresh = GuidedPrograms()
-    live.engine._guided = live.engine._batch.guided = fresh
-    live.engine._compiling = None
+    monkeypatch.setattr(programs, "compile_ahead", wait)
+    known = live.engine._programs
+    known._compiled = frozenset(scope for scope in known._compiled if not scope.guided)
     return may
 
 
@@ -57,7 +57,7 @@ def test_others_go_on_while_programs_of_grammars_compile(live, client, held_back
             seen += tokens_per_stream(client)
         assert seen > 0
         assert {each.result().choices[0].text for each in waiting} <= {"yes", "no"}
-    assert live.engine._guided.least(Kind.GREEDY) in (Kind.GREEDY, Kind.PENALIZED)
+    assert live.engine._programs.have(Scope(4, Kind.PENALIZED, guided=True))
 
 
 @pytest.mark.exhaustive
@@ -76,7 +76,30 @@ def test_programs_that_cannot_be_compiled_end_what_waits_for_them(
 ) -> None:
     held_back.set()
     with monkeypatch.context() as broken:
-        broken.setattr(kinds, "less_of", None)  # so that the compiling thread fails
+        broken.setattr(programs, "less_of", None)  # so that the compiling thread fails
         with pytest.raises(openai.InternalServerError, match="cannot be compiled"):
             client.completions.create(**CHOICE)
     assert client.completions.create(**CHOICE).choices[0].text in ("yes", "no")
+
+
+def test_fewer_rows_run_where_fewer_are_taken(live, client) -> None:
+    asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    known, alone = live.engine._programs, Scope(1, Kind.GREEDY)
+    compiled, known._compiled = known._compiled, frozenset({Scope(4, Kind.PENALIZED)})
+    wide = client.completions.create(**asked).choices[0].text
+    known._compiled |= compiled
+    while not known.have(alone):
+        time.sleep(0.05)
+    scopes, launch = list[Scope](), live.engine._batch.launch
+
+    def spy(*limits: int) -> Any:
+        launched = launch(*limits)
+        scopes.append(known.least(live.engine._batch._scope()))
+        return launched
+
+    live.engine._batch.launch = spy
+    try:
+        assert client.completions.create(**asked).choices[0].text == wide
+    finally:
+        del live.engine._batch.launch
+    assert set(scopes) == {alone}

@@ -16,8 +16,8 @@ from specjax.evaluation import sandbox
 from specjax.evaluation.runs import Record
 from specjax.evaluation.tasks.base import Setup, Task, mean, read_items
 from specjax.files.json_lines import Line, read_lines
-from specjax.generation.batch import Completion
 from specjax.generation.batching import complete
+from specjax.generation.completion import Completion
 from specjax.generation.text import StopStrings, cut, output_text
 
 _COUNTS = ("rounds", "drafted", "tested", "accepted", "generated")

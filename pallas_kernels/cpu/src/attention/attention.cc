@@ -11,6 +11,7 @@
 namespace specjax {
 namespace {
 
+// The cache may have more rows than the queries, which belong to the first ones.
 ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys, Attention& a) {
   const auto q = queries.dimensions(), k = keys.dimensions();
   const auto type = queries.element_type(), cache = keys.element_type();
@@ -25,7 +26,7 @@ ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys
   a.b = q[0], a.tokens = q[1], a.heads = q[2], a.e = q[3];
   a.layers = k[1], a.slots = k[2], a.kv_heads = k[3];
   const bool nibbles = cache == ffi::U8 && 2 * k[4] == a.e;
-  if (k[0] != a.b || (k[4] != a.e && !nibbles) || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
+  if (k[0] < a.b || (k[4] != a.e && !nibbles) || a.kv_heads < 1 || a.heads % a.kv_heads != 0) {
     return invalid("keys " + text(shape_of(keys)) + " do not fit queries " +
                    text(shape_of(queries)));
   }
@@ -38,15 +39,15 @@ ffi::Error read_shapes(const ffi::AnyBuffer& queries, const ffi::AnyBuffer& keys
   return ffi::Error::Success();
 }
 
-// Reads the scales and zeros of keys and values if the cache holds codes, then the ancestors if
-// there is a tree.
-ffi::Error read_others(const ffi::RemainingArgs& others, Attention& a) {
+// Reads the scales and zeros of keys and values if the cache, of `rows` rows, holds codes, then the
+// ancestors if there is a tree.
+ffi::Error read_others(const ffi::RemainingArgs& others, int64_t rows, Attention& a) {
   const size_t grids = a.cached >= Cached::kCodes8 ? 4 : 0;
   if (others.size() < grids || others.size() > grids + 1) {
     return invalid("the number of buffers does not fit the cache's type");
   }
   const void* data[5] = {};
-  const Shape grid{a.b, a.layers, a.slots, a.kv_heads};
+  const Shape grid{rows, a.layers, a.slots, a.kv_heads};
   for (size_t i = 0; i < others.size(); ++i) {
     auto buffer = others.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
@@ -78,12 +79,12 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
   }
   Attention a{};
   if (auto error = read_shapes(queries, keys, a); error.failure()) return error;
-  for (auto error :
-       {check("values", values, keys.element_type(), shape_of(keys)),
-        check("lengths", lengths, ffi::S32, {a.b}),
-        check("positions", positions, ffi::S32, {a.b, a.tokens}),
-        check("layer", layer, ffi::S32, {}),
-        check("the result", *result, ffi::F32, shape_of(queries)), read_others(others, a)}) {
+  for (auto error : {check("values", values, keys.element_type(), shape_of(keys)),
+                     check("lengths", lengths, ffi::S32, {a.b}),
+                     check("positions", positions, ffi::S32, {a.b, a.tokens}),
+                     check("layer", layer, ffi::S32, {}),
+                     check("the result", *result, ffi::F32, shape_of(queries)),
+                     read_others(others, keys.dimensions()[0], a)}) {
     if (error.failure()) return error;
   }
   if (sinks < 0 || sinks > kMostSinks) {

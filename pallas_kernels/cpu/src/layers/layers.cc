@@ -60,7 +60,7 @@ class Reader {
   int64_t next_ = 0;
 };
 
-// x: [B, T, D]. keys: [B, layers, S, K, E].
+// x: [B, T, D]. keys: [B, layers, S, K, E], or of more rows: x belongs to the first ones.
 ffi::Error read_shapes(const ffi::AnyBuffer& x, const ffi::AnyBuffer& keys, Pass& p) {
   const auto dims = x.dimensions(), k = keys.dimensions();
   const auto type = x.element_type();
@@ -69,7 +69,7 @@ ffi::Error read_shapes(const ffi::AnyBuffer& x, const ffi::AnyBuffer& keys, Pass
   }
   p.bfloat16 = type == ffi::BF16;
   const auto cached = p.bfloat16 ? ffi::U16 : ffi::F32;
-  if (k.size() != 5 || keys.element_type() != cached || k[0] != dims[0] || k[3] < 1 || k[4] < 2 ||
+  if (k.size() != 5 || keys.element_type() != cached || k[0] < dims[0] || k[3] < 1 || k[4] < 2 ||
       k[4] % 2 != 0) {
     return invalid("keys must be [B, L, S, K, E] like x, got " + text(shape_of(keys)));
   }
