@@ -117,6 +117,7 @@ def _throughput(
         return Turn(tokens / seconds, (_processor_seconds(running) - before) / tokens)
 
     library()  # compiles
+    _warm_up(running, bodies)
     kinds = [(count, stream) for count in sorted({options.rows, 32}) for stream in (False, True)]
     turns = [
         [library(), *(asyncio.run(server(*kind)) for kind in kinds)] for _ in range(options.repeats)
@@ -126,6 +127,19 @@ def _throughput(
         {"part": "throughput", "clients": count, "streams": stream, **_beside(own, base)}
         for (count, stream), own in zip(kinds, others, strict=True)
     ]
+
+
+def _warm_up(running: Served, bodies: Sequence[dict[str, Any]]) -> None:
+    """Asks from one client to as many as there are rows, until every program is compiled."""
+
+    async def ask(count: int) -> None:
+        async with clients(running) as client:
+            await crowd(client, bodies[:count], count)
+
+    for count in range(1, int(running.metric("num_rows")) + 1):
+        asyncio.run(ask(count))
+        while running.metric("num_programs_to_compile"):
+            time.sleep(0.1)
 
 
 class Turn(NamedTuple):
@@ -157,6 +171,8 @@ def _latency(running: Served, options: Any, prompts: Sequence[list[int]]) -> lis
     async def waits(server: Served, count: int) -> dict[str, float]:
         async with clients(server, keep_alive=False) as client:
             return _waits(*await crowd(client, bodies, count))
+
+    _warm_up(running, bodies)
 
     with contextlib.ExitStack() as stack:
         servers = {"specjax": running}

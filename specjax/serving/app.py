@@ -77,6 +77,7 @@ class _Routes:
             lambda: max(0, engine.open - engine.running),
         )  # fmt: skip
         watch("num_rows", "rows", lambda: engine.plan.rows)
+        watch("num_programs_to_compile", "that would cost less", lambda: engine.compiling)
         watch("kv_cache_usage_perc", "share of the cache's slots in use", engine.cache_usage)
         for name, field, help_ in (
             ("prefix_cache_queries", "asked", "tokens of prompts that were looked up"),

@@ -23,14 +23,20 @@ class Compiler:
         self, compile: Callable[[Scope], None], told: Callable[[Scope, Exception | None], None]
     ) -> None:
         self._compile, self._told = compile, told
-        self._asked, self._ended = set[Scope](), False
+        self._asked, self._open, self._ended = set[Scope](), set[Scope](), False
         self._queue: queue.SimpleQueue[Scope | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="specjax-compiler", daemon=True)
+
+    @property
+    def open(self) -> int:
+        """Scopes whose programs somebody asked for, and that are not compiled yet."""
+        return len(self._open)
 
     def ask(self, scope: Scope) -> None:
         """Asks for a scope's programs, unless somebody has."""
         if scope not in self._asked:
             self._asked.add(scope)
+            self._open.add(scope)
             self._queue.put(scope)
 
     def ask_again(self, scope: Scope) -> None:
@@ -61,3 +67,4 @@ class Compiler:
             if error is not None:
                 _log.error("the programs of %s cannot be compiled", scope, exc_info=error)
             self._told(scope, error)
+            self._open.discard(scope)

@@ -101,6 +101,11 @@ class Engine:
         return used / (self.plan.rows * self.plan.context)
 
     @property
+    def compiling(self) -> int:
+        """Programs that would make rounds cost less, and are being compiled."""
+        return self._compiler.open
+
+    @property
     def draining(self) -> bool:
         """Whether new outputs are refused because the server ends."""
         return self._draining
