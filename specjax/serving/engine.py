@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 16  # that the device runs before the host looks
 # Seconds of them: where somebody waits for each token, where a row is free, and else.
-_MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.025, 0.015, 0.25
+_MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.05, 0.015, 0.25
 
 
 class _Moment(NamedTuple):

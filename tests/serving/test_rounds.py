@@ -28,12 +28,12 @@ WHOLE, LIVE, STOPS = ask(), ask(live=True), ask(stop_tokens=frozenset({7}))
     ("asks", "outputs", "wanting", "rounds"),
     [
         ([WHOLE, WHOLE], [[], [5]], False, 16),  # nobody waits for their tokens
-        ([WHOLE, LIVE], [[5], [5]], False, 2),  # 25 ms
-        ([WHOLE, STOPS], [[5], [5]], False, 2),
+        ([WHOLE, LIVE], [[5], [5]], False, 5),  # 50 ms
+        ([WHOLE, STOPS], [[5], [5]], False, 5),
         ([WHOLE, LIVE], [[5], []], False, 1),  # a stream has no token yet
-        ([LIVE, WHOLE], [[5], []], False, 2),
+        ([LIVE, WHOLE], [[5], []], False, 5),
         ([WHOLE, WHOLE], [[5], [5]], True, 1),  # a prompt waits for being read
-        ([WHOLE], [[5]], False, 1),  # a row is free: 5 ms
+        ([WHOLE], [[5]], False, 1),  # a row is free: 15 ms
     ],
 )
 def test_rounds_before_the_host_looks(asks, outputs, wanting: bool, rounds: int) -> None:
