@@ -6,7 +6,8 @@
   next: no prefixes, and by default a drafter without a memory.
 - latency: seconds to the first token and between two events, at several numbers of clients; beside
   llama.cpp's server, where `--peer` names its program, which takes turns on the same GGUF file with
-  as many rows. Medians over the turns. llama.cpp computes with 8-bit activations.
+  as many rows. Medians over the turns, each of which has prompts of its own, so that no drafter
+  remembers an answer. llama.cpp computes with 8-bit activations.
 - prefix: requests that begin with the same long system prompt, one after the other, with and
   without the prefix cache; their outputs are compared.
 
@@ -48,8 +49,9 @@ KINDS = ("arithmetic", "python", "chat")
 def main() -> int:
     options = _options()
     tokenizer = specjax.load_tokenizer(options.model)
-    texts = [text for kind in KINDS for text in text_prompts(options.data, kind, options.prompts)]
-    chosen = np.random.default_rng(0).permutation(len(texts))[: options.prompts]
+    most = options.prompts * (1 + options.repeats * len(options.clients))
+    texts = [text for kind in KINDS for text in text_prompts(options.data, kind, most)]
+    chosen = np.random.default_rng(0).permutation(len(texts))[:most]
     prompts = [tokenizer.encode(texts[i])[: options.max_prompt] for i in chosen]
     common = [
         options.model, "--rows", str(options.rows), "--queue", "1000", "--name", "model",
@@ -59,7 +61,7 @@ def main() -> int:
     if options.part in (None, "throughput", "latency"):
         with served([*common, "--prefix-memory", "0"]) as running:
             if options.part != "latency":
-                rows += _throughput(running, options, prompts)
+                rows += _throughput(running, options, prompts[: options.prompts])
             if options.part != "throughput":
                 rows += _latency(running, options, prompts)
     if options.part in (None, "prefix"):
@@ -166,13 +168,13 @@ def _beside(own: Sequence[Turn], base: Sequence[Turn]) -> dict[str, float]:
 
 
 def _latency(running: Served, options: Any, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
-    bodies = [_body(prompt, options) for prompt in prompts]
+    bodies, size = [_body(prompt, options) for prompt in prompts], options.prompts
+    parts = [bodies[first : first + size] for first in range(0, len(bodies), size)]
+    _warm_up(running, parts.pop())
 
-    async def waits(server: Served, count: int) -> dict[str, float]:
+    async def waits(server: Served, count: int, part: list[dict[str, Any]]) -> dict[str, float]:
         async with clients(server, keep_alive=False) as client:
-            return _waits(*await crowd(client, bodies, count))
-
-    _warm_up(running, bodies)
+            return _waits(*await crowd(client, part, count))
 
     with contextlib.ExitStack() as stack:
         servers = {"specjax": running}
@@ -181,16 +183,18 @@ def _latency(running: Served, options: Any, prompts: Sequence[list[int]]) -> lis
             servers["llama.cpp"] = stack.enter_context(
                 llama_cpp_served(options.peer, options.model, options.rows, context)
             )
-        turns = [
-            {
-                (name, n): asyncio.run(waits(servers[name], n))
-                for n in options.clients
-                for name in servers
-            }
-            for _ in range(options.repeats)
-        ]
+        turns = list[dict[tuple[str, int], dict[str, float]]]()
+        for _ in range(options.repeats):
+            own = [(count, parts.pop()) for count in options.clients]
+            turns.append(
+                {
+                    (name, count): asyncio.run(waits(servers[name], count, part))
+                    for count, part in own
+                    for name in servers
+                }
+            )
     return [
-        {"part": "latency", "clients": count, "engine": name, "requests": len(bodies)}
+        {"part": "latency", "clients": count, "engine": name, "requests": size}
         | {key: statistics.median(turn[name, count][key] for turn in turns) for key in first}
         for (name, count), first in turns[0].items()
     ]
