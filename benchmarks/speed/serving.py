@@ -4,10 +4,11 @@
   from 32, who ask for whole answers and for streams, in turns; tokens per second are medians, and
   so are a turn's ratios and the processor's time per token. Nothing is kept from one turn to the
   next: no prefixes, and by default a drafter without a memory.
-- latency: seconds to the first token and between two events, at several numbers of clients; beside
-  llama.cpp's server, where `--peer` names its program, which takes turns on the same GGUF file with
-  as many rows. Medians over the turns, each of which has prompts of its own, so that no drafter
-  remembers an answer. llama.cpp computes with 8-bit activations.
+- latency: seconds to the first token, between two events, which may hold several tokens, and per
+  token after the first, at several numbers of clients; beside llama.cpp's server, where `--peer`
+  names its program, which takes turns on the same GGUF file with as many rows. Medians over the
+  turns, each of which has prompts of its own, so that no drafter remembers an answer. llama.cpp
+  computes with 8-bit activations.
 - prefix: requests that begin with the same long system prompt, one after the other, with and
   without the prefix cache; their outputs are compared.
 
@@ -203,12 +204,15 @@ def _latency(running: Served, options: Any, prompts: Sequence[list[int]]) -> lis
 def _waits(heard: Sequence[Heard], seconds: float) -> dict[str, float]:
     first = [each.first for each in heard]
     gaps = [gap for each in heard for gap in each.gaps]
+    paces = [sum(each.gaps) / (each.tokens - 1) for each in heard if each.tokens > 1]
     return {
         "tokens_per_second": sum(each.tokens for each in heard) / seconds,
         "first_p50": float(np.percentile(first, 50)),
         "first_p99": float(np.percentile(first, 99)),
         "between_p50": float(np.percentile(gaps, 50)),
         "between_p99": float(np.percentile(gaps, 99)),
+        "token_p50": float(np.percentile(paces, 50)),
+        "token_p99": float(np.percentile(paces, 99)),
     }
 
 
