@@ -53,6 +53,9 @@ HEADINGS = {
     "smollm2_repeated_questions_16": "A bfloat16 model",
     "smollm2_long_1": "Batch 1",
     "smollm2_long_4": "Batch 4",
+    "smollm2_serving": "Beside `decode_many`",
+    "smollm2_latency_serving": "Plain decoding beside llama.cpp's server",
+    "smollm2_auto_latency_serving": "`Auto` beside llama.cpp's server",
     "decode_step": "Batch 1 and 8",
     "decode_step_read": "A prompt",
     "schemes": "`tiny-16bit`",
@@ -157,9 +160,12 @@ SERVING = Page(
                 "SmolLM2, one request at a time, reading included. *speedup*: over plain decoding "
                 "under the same schema, geometric mean with its 95 % interval.", compact,
                 apart=True),
-        Section("speed.serving", "*_serving", "The server beside `decode_many`",
+        Section("speed.serving", "*_serving", "The server",
                 "The clients run on the same cores. *first*, *between*: seconds to the first token "
-                "and between two events.", section_tables.compact_by_part, apart=True),
+                "and between two events, which may hold several tokens; *token*: per token after "
+                "the first. llama.cpp's server has the same file and as many rows, and computes "
+                "with 8-bit activations. Each turn has prompts of its own.",
+                section_tables.compact_by_part, apart=True),
         Section("speed.waiting", "smollm2_waiting*", "Waiting for the first token",
                 "Seconds in a new process of SmolLM2: *import* beyond JAX's, *load*, the *first* "
                 "decode of 4 tokens, and decodes with another prompt length, another "
@@ -170,11 +176,14 @@ SERVING = Page(
 
 BATCHING = Page(
     "batching and layers",
-    "Continuous batching, and layers in one stack.",
+    "Continuous batching, layers in one stack, and halves of a batch that take turns.",
     (
         Section("speed.batching", "batching", "Continuous batching",
                 "500 real prompts on `tiny`; *ratio* is over static batching.", compact),
         Section("speed.layers", "layers", "Layers in one stack, or one by one"),
+        Section("speed.overlapped", "smollm2_overlapped", "Two halves of a batch, a core each",
+                "One half may draft while the other verifies. *speedup*: the whole batch's time on "
+                "both cores over that of the slower half.", compact),
     ),
 )  # fmt: skip
 
