@@ -278,10 +278,14 @@ class FewRows {
 
   SPECJAX_INLINE void end_segment(int64_t start, Vector (*sums)[V], Float (*y)[V]) {
     const Place place = Place::of<A>(p_, start);
+    const RowsOfX<A> x(p_, place, row_);
     SPECJAX_UNROLL for (int v = 0; v < V; ++v) {
       const Group group = groups_.read(v, place.group);
       SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-        add_scaled<A>(p_, group, place, row_ + r, sums[r][v], y[r][v]);
+        by_points(p_.w, [&](auto points) SPECJAX_LAMBDA {
+          const Float zero = at_zero<points>(p_.w, group);
+          y[r][v] = scaled<A, points>(group, zero, sums[r][v], x, r, y[r][v]);
+        });
         sums[r][v] = Vector{};
       }
     }

@@ -34,11 +34,17 @@ inline void add_segment(const Product& p, const Group* groups, const Place& plac
       }
     }
   }
-  SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
-    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
-      add_scaled<A>(p, groups[v], place, row + r, sums[r][v], y[r * kVectors + v]);
+  const RowsOfX<A> x(p, place, row);
+  by_points(p.w, [&](auto points) SPECJAX_LAMBDA {
+    Float zeros[kVectors];
+    SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) zeros[v] = at_zero<points>(p.w, groups[v]);
+    SPECJAX_UNROLL for (int r = 0; r < R; ++r) {
+      SPECJAX_UNROLL for (int v = 0; v < kVectors; ++v) {
+        Float& to = y[r * kVectors + v];
+        to = scaled<A, points>(groups[v], zeros[v], sums[r][v], x, r, to);
+      }
     }
-  }
+  });
 }
 
 template <Arithmetic A, int R>

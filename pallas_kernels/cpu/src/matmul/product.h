@@ -140,42 +140,67 @@ SPECJAX_INLINE Float add_from_smallest(const Group& group, Float sums, int32_t x
   return fma(fma(sums, group.scale, minima), splat(x_scale), y);
 }
 
-// y += the sums of a segment, less the zeros' share, and the minima's share. The scale of x is a
-// power of two: products with it are exact.
-SPECJAX_INLINE void add_integer16(const Weight& w, const Group& group, Int sum, int32_t x_sum,
-                                  float x_scale, Float& y) {
-  y = fma(to_float(sum) * splat(x_scale), group.scale, y);
-  if (w.minima == nullptr) return;
-  y = fma(group.minima, splat(static_cast<float>(x_sum) * x_scale), y);
+// What the integers of a weight count from: its zero points, or the smallest one, whose values are
+// the minima. `kNone`: from the number that the kind has for all.
+enum class Points { kNone, kZeros, kMinima };
+
+// The sums and scales of the rows of x from `row` on, for the segment at `place`. The sums are
+// those of integers for products of integers, else of values.
+template <Arithmetic A>
+struct RowsOfX {
+  using Sum = std::conditional_t<is_integer(A), int32_t, float>;
+
+  RowsOfX(const Product& p, const Place& place, int64_t row)
+      : sums(static_cast<const Sum*>(p.x.sums) + place.segment * p.how.rows + row),
+        scales(p.x.scales + row +
+               (A == Arithmetic::kInteger16 ? place.segment : place.group) * p.how.rows) {}
+
+  const Sum* sums;
+  const float* scales;
+};
+
+// The values of what `zeros` count from, for `scaled`.
+template <Points points>
+SPECJAX_INLINE Float at_zero(const Weight& w, const Group& group) {
+  return points == Points::kMinima ? values_of_zero(w, group)
+                                   : to_float(offset(w.kind) - group.zeros);
 }
 
-// y += the sums of the segment at `place`, for row `row` of x. Minima are added for every input:
-// the decoder has left the offset in integers, which then count from the smallest one; it has
-// subtracted the offset from floats.
-template <Arithmetic A>
-SPECJAX_INLINE void add_scaled(const Product& p, const Group& group, const Place& place,
-                               int64_t row, typename Sums<A>::Vector vector, Float& y) {
-  const int64_t index = place.segment * p.how.rows + row;
+// y + the sums of a segment, for row `r` of x. Minima are added for every input: the decoder has
+// left the offset in integers, which then count from the smallest one; it has subtracted the offset
+// from floats. The scale of 16-bit integers is a power of two: products with it are exact.
+template <Arithmetic A, Points points>
+SPECJAX_INLINE Float scaled(const Group& group, Float zero, typename Sums<A>::Vector vector,
+                            const RowsOfX<A>& x, int r, Float y) {
   auto sum = Sums<A>::total(vector);
   if constexpr (A == Arithmetic::kInteger16) {
-    const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[index];
-    add_integer16(p.w, group, sum - group.zeros * x_sum, x_sum, p.x.scales[index], y);
+    if constexpr (points != Points::kMinima) sum -= group.zeros * x.sums[r];
+    y = fma(to_float(sum) * splat(x.scales[r]), group.scale, y);
+    if constexpr (points != Points::kMinima) return y;
+    return fma(group.minima, splat(static_cast<float>(x.sums[r]) * x.scales[r]), y);
   } else if constexpr (A == Arithmetic::kInteger) {
-    const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[index];
-    const float x_scale = p.x.scales[place.group * p.how.rows + row];
-    if (p.w.minima == nullptr) {
-      y = fma(to_float(sum - group.zeros * x_sum), group.scale * x_scale, y);
+    if constexpr (points == Points::kMinima) {
+      return add_from_smallest(group, to_float(sum), x.sums[r], x.scales[r], y);
     } else {
-      y = add_from_smallest(group, to_float(sum), x_sum, x_scale, y);
+      return fma(to_float(sum - group.zeros * x.sums[r]), group.scale * x.scales[r], y);
     }
   } else {
-    if (p.w.zeros != nullptr) {
-      const Float zeros = to_float(offset(p.w.kind) - group.zeros);
-      sum = fma(zeros, splat(static_cast<const float*>(p.x.sums)[index]), sum);
-    }
+    if constexpr (points == Points::kZeros) sum = fma(zero, splat(x.sums[r]), sum);
     y = fma(sum, group.scale, y);
-    if (p.w.minima == nullptr) return;
-    y = fma(values_of_zero(p.w, group), splat(static_cast<const float*>(p.x.sums)[index]), y);
+    if constexpr (points == Points::kMinima) y = fma(zero, splat(x.sums[r]), y);
+    return y;
+  }
+}
+
+// Calls call(std::integral_constant<Points, what the integers of `w` count from>).
+template <typename Call>
+SPECJAX_INLINE void by_points(const Weight& w, const Call& call) {
+  if (w.minima != nullptr) {
+    call(std::integral_constant<Points, Points::kMinima>{});
+  } else if (w.zeros != nullptr) {
+    call(std::integral_constant<Points, Points::kZeros>{});
+  } else {
+    call(std::integral_constant<Points, Points::kNone>{});
   }
 }
 
