@@ -136,7 +136,7 @@ class Engine:
         self._thread.start()
         self._compiler.start()
         for kind in (Kind.DRAWN, Kind.GREEDY):  # what one client alone is likely to ask for
-            self._compiler.ask(Scope(1, kind))
+            self._compiler.ask(Scope(min(self._batch.requests), kind))
 
     def submit(self, asks: Sequence[Ask]) -> list[int]:
         """Takes outputs to make, all or none. Returns the numbers by which to cancel them.

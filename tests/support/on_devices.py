@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import sys
 import tempfile
 import traceback
@@ -24,8 +25,12 @@ from checkpoints_tools.quantization import quantize
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.scoring import score_tokens
 from specjax.generation.decoding import start
+from specjax.generation.request import Request
 from specjax.model.layers import LINEARS
 from specjax.model.parallel import mesh, shard
+from specjax.serving.asks import Ask, Piece, Plan
+from specjax.serving.engine import Engine
+from specjax.serving.metrics import Metrics
 from specjax.speculation.rounds import step
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.random_weights import random_weights
@@ -177,6 +182,29 @@ def many_prompts() -> None:
     assert [int(each.stats.generated) for each in stopped] == list(range(1, 8))
 
 
+def served() -> None:
+    """An engine whose model is divided gives the tokens of one device."""
+    drafter = specjax.QSpec()
+    expected = specjax.decode(RTN, PROMPTS, max_new_tokens=NEW, drafter=drafter, stop_tokens=())
+    request = Request.make(shard(RTN, mesh(2, 4)), drafter=drafter, stop_tokens=())
+    engine = Engine(shard(RTN, mesh(2, 4)), request, Plan(4, 64, 8, 0, 0), Metrics())
+    engine.start()
+    for prompt, row, length in zip(PROMPTS, expected.tokens, expected.lengths, strict=True):
+        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        ask = Ask(
+            np.array(prompt, np.int32), NEW, None, 0, (0, 0), False, False, None, frozenset(),
+            pieces.put,
+        )  # fmt: skip
+        engine.submit([ask])
+        told = [pieces.get(timeout=300)]
+        while told[-1].finish is None:
+            told.append(pieces.get(timeout=300))
+        assert told[-1].finish == "length", told[-1]
+        new = [token for piece in told for token in piece.tokens]
+        assert new == np.asarray(row)[len(prompt) : length].tolist()
+    engine.stop()
+
+
 def likelihoods() -> None:
     """Likelihoods of given text are the same, in chunks and in one pass, with a quantized cache."""
     divided = shard(RTN, mesh(2, 4))
@@ -279,6 +307,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sampled, 4 × 2": lambda: equal(RTN, 4, 2, **SAMPLING),
     "rounds one by one": rounds_one_by_one,
     "many prompts": many_prompts,
+    "served": served,
     "likelihoods": likelihoods,
     "bytes per device": bytes_per_device,
     "nothing gathers weights": nothing_gathers_weights,
