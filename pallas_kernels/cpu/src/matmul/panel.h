@@ -116,19 +116,14 @@ SPECJAX_INLINE void read_square(const Weight& w, const uint8_t* data, int64_t ro
 // repeated.
 template <Arithmetic A, Kind kind>
 inline Word value_table() {
-  struct Table {
-    Table() {
-      for (int i = 0; i < 2 * kLanes; ++i) {
-        const float value = static_cast<float>(code_bytes(kind)[i % 16] - offset(kind));
-        std::memcpy(floats + i, &value, sizeof value);
-        bfloats[i] = static_cast<uint16_t>(floats[i] >> 16);
-      }
-    }
-    alignas(64) uint32_t floats[2 * kLanes];
-    alignas(64) uint16_t bfloats[2 * kLanes];
-  };
-  static const Table table;  // made once: a product of one row is too short for it
-  return A == Arithmetic::kBfloat16 ? load<Word>(table.bfloats) : load<Word>(table.floats);
+  uint32_t floats[2 * kLanes];
+  uint16_t bfloats[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    const float value = static_cast<float>(code_bytes(kind)[i % 16] - offset(kind));
+    std::memcpy(floats + i, &value, sizeof value);
+    bfloats[i] = static_cast<uint16_t>(floats[i] >> 16);
+  }
+  return A == Arithmetic::kBfloat16 ? load<Word>(bfloats) : load<Word>(floats);
 }
 
 // Looks up the low nibble of every lane, or half lane, of `codes`. The higher bits are ignored.
