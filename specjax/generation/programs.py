@@ -49,11 +49,7 @@ class Programs:
 
 def shapes_of(state: DecodeState) -> DecodeState:
     """The same with a `jax.ShapeDtypeStruct` in the place of each array."""
-
-    def shape_of(leaf: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
-        sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-        divided = sharding is not None and len(sharding.device_set) > 1
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding if divided else None)
-
-    shapes: DecodeState = jax.tree.map(shape_of, state)
+    shapes: DecodeState = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state
+    )
     return shapes

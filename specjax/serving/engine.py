@@ -130,13 +130,19 @@ class Engine:
 
         The first output with a grammar has its program compiled, and waits; the others go on.
         """
-        self._compile(self._every(guided=False))
-        self._warm_up()
+        plain, one_device = Sampling(), self.params.mesh is None
+        if one_device:
+            self._compile(self._every(guided=False))
+        self._warm_up(Sampling(presence_penalty=1.0), True)
+        if not one_device:  # the others of a divided model's programs are not compiled beside it
+            for sampling, scored in ((plain, True), (plain, False), (None, False)):
+                self._warm_up(sampling, scored)
         self._renew()
         self._thread.start()
         self._compiler.start()
-        for kind in (Kind.DRAWN, Kind.GREEDY):  # what one client alone is likely to ask for
-            self._compiler.ask(Scope(min(self._batch.requests), kind))
+        if one_device:
+            for kind in (Kind.DRAWN, Kind.GREEDY):  # what one client alone is likely to ask for
+                self._compiler.ask(Scope(1, kind))
 
     def submit(self, asks: Sequence[Ask]) -> list[int]:
         """Takes outputs to make, all or none. Returns the numbers by which to cancel them.
@@ -344,20 +350,19 @@ class Engine:
             sampling=arrays_of(Sampling()), prefixes=prefixes, programs=self._programs,
         )  # fmt: skip
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, sampling: Sampling | None, scored: bool) -> None:
         """Runs everything once: a chunk that is read, one that an output fills, one that is found,
         a prompt that is scored, an output that is given up, and a row that moves."""
-        sampling = Sampling(presence_penalty=1.0)
-        if self.plan.rows > 1:
+        if len(self._batch.requests) > 1:
             self._batch.state = move_row(self._batch.state, np.int32(1), np.int32(0))
         lengths = [CHUNK, 2 * CHUNK + 2, 2 * CHUNK + 2, CHUNK, 2]
         scoring, given_up = len(lengths) - 2, len(lengths) - 1
         for number, length in enumerate(lengths):
             text = int(number == 0)  # the first has nothing in common with the others
             tokens = np.full(min(length, self.plan.context - 2), text, np.int32)
-            echoed = number == scoring
+            echoed = scored and number == scoring
             ask = Ask(
-                tokens, 2, sampling, 2**32 - 1, (0, 1), True, echoed, None, frozenset(), _ignore
+                tokens, 2, sampling, 2**32 - 1, (0, 1), scored, echoed, None, frozenset(), _ignore
             )
             self._batch.waiting.append(ask.waiting(number))
         while self._batch.busy:
