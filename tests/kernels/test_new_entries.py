@@ -48,6 +48,17 @@ def test_the_bits_are_those_of_the_parts(b: int, t: int, heads: int, kv_heads: i
     assert changed.any(axis=(3, 4)).sum() == b * t - max(0, b - 2) * (t - 1)
 
 
+def test_rows_behind_the_new_ones_stay() -> None:
+    *new, (cos, sin), cached, lengths, layer = make_case(3, 2, 4, 2, 32, "uint16")
+    few = [each[:2] for each in (*new, cos, sin, lengths)]
+    case = *few[:3], tuple(few[3:5]), cached, few[5], layer
+    _, found = jax.jit(partial(triton_gpu.rotate_and_write, interpret=True))(*case)
+    _, expected = rotate_and_write(*case, jnp.bfloat16)
+    for own, other, before in zip(found, expected, cached, strict=True):
+        np.testing.assert_array_equal(own, other)
+        np.testing.assert_array_equal(own[2], before[2])
+
+
 def test_a_gpu_takes_one_kernel_and_copies_no_cache() -> None:
     case = make_case(2, 3, 8, 2, 32, "uint16")
     text = lowered(partial(rotate_and_write, dtype=jnp.bfloat16), *case)

@@ -132,6 +132,14 @@ def test_t_neighbours_and_capacity_change_no_bit(platform: str) -> None:
 
 
 @platforms
+def test_the_cache_may_have_more_rows(platform: str) -> None:
+    case = case_for(platform, 3, [5, 130, 260])
+    few = case | {name: case[name][:2] for name in ("queries", "lengths", "positions")}
+    assert few["mask"] is None and few["keys"].shape[0] == 3
+    np.testing.assert_array_equal(interpreted(platform, few), interpreted(platform, case)[:2])
+
+
+@platforms
 def test_t_chooses_nothing_but_the_number_of_tiles(platform: str) -> None:
     # These bits hold on a device if the program does not depend on T. On TPUs only the number of
     # rows in a tile may differ, so a symbol replaces it.
