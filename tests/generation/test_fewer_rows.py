@@ -71,12 +71,16 @@ def batch_of(drafter: specjax.Drafter, params: specjax.Params = PARAMS, **option
     return batch
 
 
-@pytest.mark.parametrize(
-    "options", [{}, left_out({"cache_bits": 8}), left_out({"cache_bits": 4})], ids=str
-)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: type(drafter).__name__)
-def test_outputs_are_those_of_decoding_alone(drafter, options) -> None:
-    check_outputs(PARAMS, drafter, **options)
+def test_outputs_are_those_of_decoding_alone(drafter) -> None:
+    check_outputs(PARAMS, drafter)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_quantized_caches_keep_their_rows(overwrite: bool, bits: int) -> None:
+    check_outputs(PARAMS, specjax.QSpec(2, "a4", overwrite=overwrite), cache_bits=bits)
 
 
 @pytest.mark.parametrize(
