@@ -52,7 +52,7 @@ class QuantizedEntries:
 
 
 Entries = jax.Array | QuantizedEntries  # float32, or uint16 holding bfloat16 bits
-# Of all layers, and of R rows. A pass over B rows has those of the first B.
+# They belong to all layers and R rows. A pass over B rows uses those of the first B.
 Unquantized = Float32[Array, "R L S K E"] | UInt16[Array, "R L S K E"]
 Cached = Unquantized | QuantizedEntries
 Place = tuple[Int32[Array, ""] | int, Int32[Array, ""] | int]  # a row and a layer

@@ -111,7 +111,7 @@ def settled_for_each(
     autos = {
         rows: settled(drafter, params, rows, cache_bits, activation, context) for rows in measured
     }
-    # What may pay for some is at hand for all.
+    # Each of them can draft with what may pay for one of them.
     draft = next((auto.draft for auto in autos.values() if auto.draft is not None), None)
     for rows in counts:
         if rows not in autos:

@@ -30,7 +30,7 @@ from specjax.model.parallel import ROWS, blank_rows, everywhere, on_mesh, own_ro
 from specjax.model.params import Params
 from specjax.model.transformer import CHUNK, forward
 from specjax.speculation.drafter import Drafter
-from specjax.speculation.first_rows import first_rows, put_first_rows
+from specjax.speculation.first_rows import first_rows, of_rows, put_first_rows
 from specjax.speculation.logprobs import Logprobs, score_emitted
 from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
@@ -232,13 +232,7 @@ def _insert(
                 return whole.put_row(own, part)
             return whole.at[own].set(part[0])
 
-        together: DecodeState = jax.tree.map(
-            insert,
-            dataclasses.replace(state, shared=None),
-            one,
-            is_leaf=lambda node: isinstance(node, KVCache),
-        )
-        return dataclasses.replace(together, shared=shared)
+        return dataclasses.replace(of_rows(insert, state, one), shared=shared)
 
     return on_mesh(put, mesh, (drafter, row), (state, one), out=row_specs(state))
 

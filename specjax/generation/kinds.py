@@ -1,6 +1,6 @@
 """Kinds of rounds: a round computes no more than some running prompt asks for.
 
-What one kind gives, the kinds after it give as well.
+A kind gives all that the kinds before it give.
 """
 
 from __future__ import annotations

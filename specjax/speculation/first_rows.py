@@ -26,7 +26,7 @@ def first_rows(state: DecodeState, rows: int | None) -> DecodeState:
     def cut(whole: Any) -> Any:
         return whole.first(rows) if isinstance(whole, KVCache) else whole[:rows]
 
-    return _of_rows(cut, state)
+    return of_rows(cut, state)
 
 
 def put_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
@@ -40,7 +40,7 @@ def put_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
             return whole.put_first(own)
         return whole.at[:rows].set(own)
 
-    return dataclasses.replace(_of_rows(put, state, part), shared=part.shared)
+    return dataclasses.replace(of_rows(put, state, part), shared=part.shared)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -56,11 +56,11 @@ def move_row(state: DecodeState, source: Int32[Array, ""], target: Int32[Array, 
             return whole.move_row(source, target)
         return whole.at[target].set(whole[source])
 
-    moved = _of_rows(move, state)
+    moved = of_rows(move, state)
     return dataclasses.replace(moved, finished=moved.finished.at[source].set(True))
 
 
-def _of_rows(change: Callable[..., Any], *states: DecodeState) -> DecodeState:
+def of_rows(change: Callable[..., Any], *states: DecodeState) -> DecodeState:
     """Changes all that has rows: arrays, rows first, and caches. The rest is the first state's."""
     changed: DecodeState = jax.tree.map(
         change,
