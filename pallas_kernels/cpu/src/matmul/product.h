@@ -140,8 +140,8 @@ SPECJAX_INLINE Float add_from_smallest(const Group& group, Float sums, int32_t x
   return fma(fma(sums, group.scale, minima), splat(x_scale), y);
 }
 
-// What the integers of a weight count from: its zero points, or the smallest one, whose values are
-// the minima. `kNone`: from the number that the kind has for all.
+// The integers of a weight count from its zero points, or from the smallest one, whose values are
+// the minima. `kNone`: they count from the number that the kind has for all.
 enum class Points { kNone, kZeros, kMinima };
 
 // The sums and scales of the rows of x from `row` on, for the segment at `place`. The sums are
@@ -159,7 +159,7 @@ struct RowsOfX {
   const float* scales;
 };
 
-// The values of what `zeros` count from, for `scaled`.
+// The values of the number that a group's integers count from, for `scaled`.
 template <Points points>
 SPECJAX_INLINE Float at_zero(const Weight& w, const Group& group) {
   return points == Points::kMinima ? values_of_zero(w, group)
