@@ -64,7 +64,7 @@ def products(
             [one.shape[0] for one in alike],
             steps=pl.cdiv(x.shape[1], STEP),
             per_segment=kinds[places[0]][1],
-            stages=3 if kinds[places[0]][0] else 4,  # 12 bits take the registers of more programs
+            stages=3 if kinds[places[0]][0] else 4,  # in 12 bits, four programs share memory
             interpret=interpret,
         )
 

@@ -8,36 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import (
     BLOCK_INPUTS,
-    NO_ESCAPE,
     PALETTE,
     PALETTE_INPUTS,
     Bfloat12Weight,
 )
 from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.triton_gpu.escapes import TILES, Escapes, Places
 from pallas_kernels.triton_gpu.segments import COLUMN_TILE, Refs, both, inside, load
 from pallas_kernels.triton_gpu.word import Word, as_words, halves, interleaved
 from pallas_kernels.words import ArrayWord
 
 STEP = 128  # inputs that are read at once
-_TILES, _BLOCKS = COLUMN_TILE // TILE, STEP // BLOCK_INPUTS
+# Inputs of one product. Triton splits a longer one, and rebuilt values pass through memory twice.
+PART = 64
+PARTS, _BLOCKS = STEP // PART, PART // BLOCK_INPUTS
 _WORDS = 3  # of an output's block
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 Exact = Bfloat16Weight | Bfloat12Weight
-Place = list[tuple[jax.Array, jax.Array]]  # the next escape of every tile: its number, and itself
 
 
 def stored(stack: Exact) -> dict[str, jax.Array]:
@@ -71,143 +70,103 @@ class ExactTile:
         """Implements `segments.Tile`. x: "x", bf16[M, K]."""
         of_x = x["x"]
         tokens = inside(jnp.arange(of_x.shape[0])[:, None], rows)
+        escapes = self._escapes(begin)
 
-        def add_step(step: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            total, place = carry
-            values, place = self.read(step, place)
-            inputs = pl.ds(step * STEP, STEP)
-            right = load(of_x.at[:, inputs], both(tokens, self._real(step, jnp.arange(STEP)[None])))
-            product = lax.dot_general(
-                values, right, _CONTRACT_LAST, preferred_element_type=jnp.float32
-            )
-            return total + product, place
+        def add_step(number: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            total, places = carry
+            step = begin + number
+            if escapes is None:
+                values = [self._read(PARTS * step + i) for i in range(PARTS)]
+            else:
+                values, places = self._rebuilt(step, escapes, places)
+            for i, part in enumerate(values):
+                first = (PARTS * step + i) * PART
+                real = self._real(first + jnp.arange(PART)[None])
+                right = load(of_x.at[:, pl.ds(first, PART)], both(tokens, real))
+                total += lax.dot_general(
+                    part, right, _CONTRACT_LAST, preferred_element_type=jnp.float32
+                )
+            return total, places
 
+        steps = jnp.maximum(end - begin, 1)  # no segment is empty, and the compiler may know it
         zeros = jnp.zeros((COLUMN_TILE, of_x.shape[0]), jnp.float32)
-        total: jax.Array = lax.fori_loop(begin, end, add_step, (zeros, self.start(begin)))[0]
+        places = () if escapes is None else escapes.start()
+        total: jax.Array = lax.fori_loop(0, steps, add_step, (zeros, places))[0]
         return total
 
-    def start(self, step: jax.Array) -> Any:
-        """Returns the place from which `read` reads a step."""
+    def _escapes(self, begin: jax.Array) -> Escapes | None:
+        """The escapes from a step on; None for a matrix of 16 bits."""
         if "values" in self.refs:
-            return ()
-        count = self.refs["escapes"].shape[2]
-        numbers = []
-        for tile in range(_TILES):
-            inputs = _input(self._escape(jnp.int32(tile), jnp.arange(pl.next_power_of_2(count))))
-            numbers.append(jnp.sum((inputs < step * STEP).astype(jnp.int32)))
-        return [(each, self._escape(jnp.int32(tile), each)) for tile, each in enumerate(numbers)]
+            return None
+        return Escapes(self.refs["escapes"], self.index, self.outputs, STEP, begin)
 
-    def read(self, step: jax.Array, place: Any) -> tuple[jax.Array, Any]:
-        """Returns bf16[COLUMN_TILE, STEP], zeros where the matrix ends, and the next step's place.
+    def _real(self, inputs: jax.Array) -> jax.Array | None:
+        """Which inputs the matrix has; None for all."""
+        return inside(inputs, self.inputs if self.inputs % STEP else None)
 
-        step: inputs from STEP · step on.
-        place: from `start`, or from the step before.
-        """
-        if "values" not in self.refs:
-            return self._rebuilt(step, place)
+    def _read(self, part: jax.Array) -> jax.Array:
+        """Returns bf16[COLUMN_TILE, PART], zeros where the matrix ends."""
         has = inside(jnp.arange(COLUMN_TILE)[:, None], self.outputs)
-        mask = both(has, self._real(step, jnp.arange(STEP)[None]))
-        at = self.refs["values"].at[self.index, :, pl.ds(step * STEP, STEP)]
-        return load(at, mask), place
+        mask = both(has, self._real(part * PART + jnp.arange(PART)[None]))
+        return load(self.refs["values"].at[self.index, :, pl.ds(part * PART, PART)], mask)
 
-    def _real(self, step: jax.Array, inputs: jax.Array) -> jax.Array | None:
-        """Which inputs of a step the matrix has; None for all."""
-        return inside(step * STEP + inputs, self.inputs if self.inputs % STEP else None)
+    def _rebuilt(
+        self, step: jax.Array, escapes: Escapes, places: Places
+    ) -> tuple[list[jax.Array], Places]:
+        """Rebuilds a step's parts from the words of their blocks: bf16[COLUMN_TILE, PART] each.
 
-    def _rebuilt(self, step: jax.Array, place: Place) -> tuple[jax.Array, Place]:
-        """Rebuilds a step's values from the words of its blocks, and puts its escapes in."""
-        tiles, lanes = jnp.arange(_TILES)[:, None, None], jnp.arange(TILE)[None, None, :]
-        blocks = jnp.arange(_BLOCKS)[None, :, None]
-        has = inside(TILE * tiles, self.outputs)
-        mask = both(has, self._real(step, BLOCK_INPUTS * blocks))
-        rows = _WORDS * (step * _BLOCKS + blocks)
-        words = [
-            load(self.refs["packed"].at[self.index, tiles, rows + number, lanes], mask)
-            for number in range(_WORDS)
-        ]
-        palette = step // (PALETTE_INPUTS // STEP)
-        entries = [
-            load(self.refs["palettes"].at[self.index, tiles, palette, number], has)
-            for number in range(PALETTE // 4)
-        ]
-        word = ArrayWord if self.interpreted else Word
-        values = interleaved(_rebuilt([word(each) for each in words], [word(p) for p in entries]))
-        bits = jnp.transpose(values, (0, 2, 1, 3)).reshape(COLUMN_TILE, STEP)
-        bits, place = self._with_escapes(step, bits, place)
-        return lax.bitcast_convert_type(bits, jnp.bfloat16), place
-
-    def _with_escapes(
-        self, step: jax.Array, bits: jax.Array, place: Place
-    ) -> tuple[jax.Array, Place]:
-        """Puts a step's escapes among its values: uint16[COLUMN_TILE, STEP].
-
-        The loop is inside a condition, because Triton prefetches nothing for the steps of a loop
-        that holds another. The state is of scalars, because threads exchange nothing then.
+        Returns them, and the places of the next step's escapes.
         """
-        outputs, inputs = jnp.arange(COLUMN_TILE)[:, None], jnp.arange(STEP)[None, :]
-
-        def here(entry: jax.Array) -> jax.Array:
-            return _input(entry) < (step + 1) * STEP
-
-        def remain(state: tuple[jax.Array, Place]) -> jax.Array:
-            return reduce(jnp.logical_or, [here(entry) for _, entry in state[1]])
-
-        def put(state: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
-            bits, place = state
-            tile, (number, entry) = jnp.int32(_TILES - 1), place[-1]
-            for i in reversed(range(_TILES - 1)):
-                earlier = here(place[i][1])
-                tile = jnp.where(earlier, i, tile)
-                number, entry = (
-                    jnp.where(earlier, new, old)
-                    for new, old in zip(place[i], (number, entry), strict=True)
-                )
-            own = outputs == tile * TILE + (entry >> 8 & 15)
-            own &= inputs == _input(entry) - step * STEP
-            escaped = bits & 255 | (jnp.full(bits.shape, entry & 255) << 8).astype(jnp.uint16)
-            number, entry = number + 1, self._escape(tile, number + 1)
-            place = [
-                (jnp.where(tile == i, number, old), jnp.where(tile == i, entry, following))
-                for i, (old, following) in enumerate(place)
-            ]
-            return jnp.where(own, escaped, bits), place
-
-        state = bits, place
-        after: tuple[jax.Array, Place] = lax.cond(
-            remain(state), lambda state: lax.while_loop(remain, put, state), lambda state: state,
-            state,
-        )  # fmt: skip
-        return after
-
-    def _escape(self, tile: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Loads escapes of a tile by number, int32[...]; one past the end belongs to no input."""
-        escapes = self.refs["escapes"]
-        listed = both(numbers < escapes.shape[2], inside(tile * TILE, self.outputs))
-        at = escapes.at[self.index, tile, numbers]
-        entries = pltriton.load(at, mask=listed, other=jnp.uint32(NO_ESCAPE))
-        return lax.bitcast_convert_type(entries, jnp.int32)
+        places = escapes.places(step, places)
+        tiles, lanes = jnp.arange(TILES)[:, None, None], jnp.arange(TILE)[None, None, :]
+        has = inside(TILE * tiles, self.outputs)
+        word = ArrayWord if self.interpreted else Word
+        packed, palettes = self.refs["packed"], self.refs["palettes"]
+        piece = step // (PALETTE_INPUTS // STEP)
+        palette = [
+            word(load(palettes.at[self.index, tiles, piece, i], has)) for i in range(PALETTE // 4)
+        ]
+        blocks = [
+            (PARTS * step + part) * _BLOCKS + jnp.arange(_BLOCKS)[None, :, None]
+            for part in range(PARTS)
+        ]
+        low: list[ArrayWord] = []
+        high: list[jax.Array] = []
+        for own in blocks:
+            mask = both(has, self._real(BLOCK_INPUTS * own))
+            first, second, codes = (
+                word(load(packed.at[self.index, tiles, _WORDS * own + i, lanes], mask))
+                for i in range(_WORDS)
+            )
+            low += [first, second]
+            high += [each.value for each in _high_bytes(codes, palette)]
+        high, places = escapes.put(step, blocks, high, places)
+        four = [_joined(each, word(other)) for each, other in zip(low, high, strict=True)]
+        return [_values(four[2 * part] + four[2 * part + 1]) for part in range(PARTS)], places
 
 
-def _rebuilt(words: Sequence[ArrayWord], palette: Sequence[ArrayWord]) -> list[jax.Array]:
-    """Rebuilds the eight values of blocks, uint16[...] each, from their three words.
+def _high_bytes(codes: ArrayWord, palette: Sequence[ArrayWord]) -> list[ArrayWord]:
+    """Looks the codes of blocks up in a palette of four words.
 
-    palette: four words.
+    Returns the high bytes in the order of the low bytes: of inputs 0, 2, 1, 3, and of 4, 6, 5, 7.
     """
-    first, second, codes = words
     numbers, signs, select_bytes = codes & 0x77777777, codes << 4, codes.select_bytes
-    high_bytes: list[Any] = []
+    found: list[Any] = []
     for shift, upper in ((0, 0xD9C8), (16, 0xFBEA)):  # of inputs 0, 4, 2, 6, then 1, 5, 3, 7
-        low = select_bytes(palette[0], palette[1], numbers >> shift)
-        high = select_bytes(palette[2], palette[3], numbers >> shift)
-        high_bytes.append(low ^ ((low ^ high) & select_bytes(signs, codes, upper)))
-    values: list[jax.Array] = []
-    for word, order in ((first, 0x6420), (second, 0x7531)):
-        four = select_bytes(high_bytes[0], high_bytes[1], order)
-        values += halves(select_bytes(word, four, 0x6240))
-        values += halves(select_bytes(word, four, 0x7351))
-    return values
+        lower_half = select_bytes(palette[0], palette[1], numbers >> shift)
+        upper_half = select_bytes(palette[2], palette[3], numbers >> shift)
+        is_upper = select_bytes(signs, codes, upper)
+        found.append(lower_half ^ ((lower_half ^ upper_half) & is_upper))
+    return [select_bytes(found[0], found[1], order) for order in (0x6420, 0x7531)]
 
 
-def _input(escape: jax.Array) -> jax.Array:
-    """The input that an escape belongs to: its upper 20 bits."""
-    return lax.shift_right_logical(escape, jnp.int32(12))
+def _joined(low: ArrayWord, high: ArrayWord) -> list[jax.Array]:
+    """Joins the bytes of inputs 0, 2, 1, 3: four arrays of uint16[...], of inputs 0 to 3."""
+    pairs = [low.select_bytes(low, high, order) for order in (0x6240, 0x7351)]
+    return [half for pair in pairs for half in halves(pair)]
+
+
+def _values(values: Sequence[jax.Array]) -> jax.Array:
+    """uint16[TILES, blocks, TILE] of every input of a block -> bf16[COLUMN_TILE, PART]."""
+    bits = jnp.transpose(interleaved(values), (0, 2, 1, 3)).reshape(COLUMN_TILE, PART)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
