@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats import BLOCK, PLANE
@@ -11,8 +13,13 @@ from pallas_kernels.words import Decoder
 
 MULTIPROCESSORS = 132  # on an H100 or H200
 ROWS = 64  # outputs per warpgroup, the rows of a wgmma
-SHARED_BYTES = 200 * 1024  # a block of the grid may use up to 227 KiB
+SHARED_BYTES = 200 * 1024  # of a multiprocessor; its blocks of the grid may use up to 227 KiB
 MAX_STAGES = 6
+REGISTERS = 65536 // 128  # of a multiprocessor, by the thread of a warpgroup
+COPY_REGISTERS = {2: 40, 4: 24}  # the copying warpgroup gives its others to these warpgroups
+FEW_ROWS = 16  # a thread's registers hold all sums and products of up to so many rows
+SUMS_STAY_ROWS = 32  # and the sum of the segments before of up to so many
+WARPS_COPY = True  # one warp copies the weight and another x, instead of a warpgroup both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Plan:
     group: inputs per product.
     decoder: converts packed words to operands.
     of_x, of_weight: names of the kernel's arguments (`kernel.call`).
+    resident: blocks of the grid per multiprocessor.
     exponents: whether scales are E8M0.
     interpreted: whether the kernel runs in interpret mode.
     """
@@ -43,6 +51,7 @@ class Plan:
     decoder: Decoder
     of_x: tuple[str, ...]
     of_weight: tuple[str, ...]
+    resident: int = 1
     exponents: bool = False
     interpreted: bool = False
 
@@ -62,9 +71,40 @@ class Plan:
         return -(-self.blocks // self.per_segment)
 
     @property
+    def per_part(self) -> int:
+        """Segments per work item."""
+        return self.segments // self.parts
+
+    def steps(self, first: jax.Array, segments: int) -> jax.Array:
+        """The number of input blocks in segments from `first` on. The last one may be shorter."""
+        return jnp.minimum(segments * self.per_segment, self.blocks - first * self.per_segment)
+
+    @property
     def items(self) -> int:
         """The number of work items. Each is a tile of y and a part of the inputs."""
         return (self.m // self.m_tile) * (self.n // self.n_tile) * self.parts
+
+    @property
+    def grid(self) -> int:
+        """The number of blocks of the grid, which are all resident."""
+        return min(self.items, MULTIPROCESSORS * self.resident)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's registers in warpgroups that compute, and in the one that copies."""
+        copying = COPY_REGISTERS.get(self.warpgroups, 0)
+        at_start = REGISTERS // (self.warpgroups + 1) // 8 * 8
+        return (at_start * (self.warpgroups + 1) - copying) // self.warpgroups // 8 * 8, copying
+
+    @property
+    def warps_copy(self) -> bool:
+        """Whether warps copy on their own, and not the whole warpgroup together."""
+        return WARPS_COPY
+
+    @property
+    def sums_stay(self) -> bool:
+        """Whether the sum of an item's segments stays in registers."""
+        return self.m_tile <= SUMS_STAY_ROWS
 
     @property
     def groups(self) -> int:
@@ -74,6 +114,8 @@ class Plan:
     @property
     def in_flight(self) -> int:
         """Products in flight: whole planes, as many as a thread's registers allow."""
+        if self.m_tile <= FEW_ROWS and self.warpgroups == 2:
+            return self.groups
         return max(2, PLANE // self.group) if self.m_tile <= 64 else PLANE // self.group
 
     @property
@@ -122,7 +164,7 @@ class Plan:
     @property
     def stages(self) -> int:
         """The number of blocks in flight."""
-        return min(MAX_STAGES, SHARED_BYTES // self.stage_bytes)
+        return min(MAX_STAGES, SHARED_BYTES // self.resident // self.stage_bytes)
 
     @property
     def stage_bytes(self) -> int:

@@ -37,7 +37,7 @@ from pallas_kernels import words
 from pallas_kernels.activations import Activation
 from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, padded_inputs
 from pallas_kernels.mosaic_gpu.kernel import call
-from pallas_kernels.mosaic_gpu.plan import MULTIPROCESSORS, Plan
+from pallas_kernels.mosaic_gpu.plan import FEW_ROWS, MULTIPROCESSORS, ROWS, Plan
 from pallas_kernels.operands import by_kind, check, group_parts
 from pallas_kernels.stacks import Stacked, form, in_stack, taken_shapes
 from pallas_kernels.triton_gpu.quantization import quantize
@@ -46,7 +46,11 @@ FourBits = Int4Weight | Mxfp4Weight
 
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x per work item; the smallest that fits is taken
 COLUMN_TILES = (128, 64)  # outputs per work item; the largest that divides N is taken
-MIN_SEGMENT = 4  # blocks; shorter sums would take longer to write than to compute
+FEW_COLUMN_TILES = COLUMN_TILES  # the same for few rows of x
+FEW_RESIDENT = 2  # blocks of the grid per multiprocessor where few rows have tiles of 64 outputs
+SEGMENT_ITEMS = MULTIPROCESSORS  # work items that a weight's segments make of one tile of rows
+MIN_SEGMENT = 1  # blocks
+ITEM_COST = 1  # of an item's beginning and end, in blocks
 _DECODERS = {
     (Int4Weight, False): words.INT4_BF16,
     (Int4Weight, True): words.INT4_INT8,
@@ -150,7 +154,7 @@ def make_plan(
     weights: of one kind (`_kind`); their arrays may be shapes.
     """
     outputs, weight = tuple(each.shape[0] for each in weights), weights[0]
-    n, blocks = sum(outputs), weight.packed.shape[1] // PLANE
+    blocks = weight.packed.shape[1] // PLANE
     integer, grouped = activation != "a16", weight.group_size is not None
     zeros = isinstance(weight, Int4Weight) and weight.zeros is not None
     decoder = _DECODERS[type(weight), integer]
@@ -165,10 +169,10 @@ def make_plan(
     # A thread's registers hold the sums of all rows, and the scales of narrow groups.
     widest = min(group, 64 if zeros else 128)
     m_tile = next(tile for tile in ROW_TILES if tile >= min(m, widest))
-    n_tile = next(tile for tile in COLUMN_TILES if all(each % tile == 0 for each in outputs))
-    rows = -(-m // m_tile)
+    rows, few = -(-m // m_tile), m_tile <= FEW_ROWS
+    n_tile = _widest(FEW_COLUMN_TILES if few else COLUMN_TILES, outputs)
     per_segment = _segment(outputs[0], blocks)
-    segments = -(-blocks // per_segment)
+    resident = FEW_RESIDENT if few and n_tile == ROWS else 1
     return Plan(
         m=rows * m_tile,
         outputs=outputs,
@@ -176,21 +180,37 @@ def make_plan(
         n_tile=n_tile,
         blocks=blocks,
         per_segment=per_segment,
-        parts=segments if rows * (n // n_tile) < 2 * MULTIPROCESSORS else 1,
+        parts=_parts(rows * (sum(outputs) // n_tile), blocks, per_segment, resident),
         group=group,
         decoder=decoder,
         of_x=tuple(name for name, use in of_x.items() if use),
         of_weight=tuple(name for name, use in of_weight.items() if use),
+        resident=resident,
         exponents=isinstance(weight, Mxfp4Weight),
         interpreted=interpret,
     )
 
 
+def _widest(tiles: Sequence[int], outputs: Sequence[int]) -> int:
+    """The first tile that divides the outputs of every weight."""
+    return next(tile for tile in tiles if all(each % tile == 0 for each in outputs))
+
+
 def _segment(n: int, blocks: int) -> int:
     """Blocks per segment, by the weight's shape. A few rows still occupy the whole GPU."""
-    columns = n // next(tile for tile in COLUMN_TILES if n % tile == 0)
-    segments = max(1, min(-(-2 * MULTIPROCESSORS // columns), blocks // MIN_SEGMENT))
+    columns = n // _widest(COLUMN_TILES, (n,))
+    segments = max(1, min(-(-SEGMENT_ITEMS // columns), blocks // MIN_SEGMENT))
     return -(-blocks // segments)
+
+
+def _parts(tiles: int, blocks: int, per_segment: int, resident: int) -> int:
+    """Work items per tile: all segments in one, or one each if that is done sooner."""
+    segments = -(-blocks // per_segment)
+
+    def cost(parts: int, steps: int) -> int:
+        return -(-tiles * parts // (MULTIPROCESSORS * resident)) * (steps + ITEM_COST)
+
+    return segments if cost(segments, per_segment) < cost(1, blocks) else 1
 
 
 def _of_x(

@@ -22,6 +22,7 @@ from pallas_kernels.words import Decoder
 
 PACKED = plgpu.Layout.WGMMA_8BIT  # how packed bytes are loaded
 ACCUMULATOR = plgpu.Layout.WGMMA
+FUSED_LOGIC = True  # whether `_variable` makes one instruction of two
 
 Value: TypeAlias = "ir.Value[Any]"
 
@@ -39,7 +40,7 @@ class Word:
         return Word(arith.ori(self.value, _value(other)))
 
     def __xor__(self, other: Word | int) -> Word:
-        return Word(arith.xori(self.value, _value(other)))
+        return Word(arith.xori(self.value, _variable(other)))
 
     def __lshift__(self, bits: int) -> Word:
         return Word(arith.shli(self.value, _value(bits)))
@@ -65,6 +66,19 @@ def _value(operand: Word | int) -> Value:
     signed = operand - (1 << 32) if operand >> 31 else operand
     constant: Value = llvm.ConstantOp(_i32(), ir.IntegerAttr.get(_i32(), signed)).result
     return constant
+
+
+def _variable(operand: Word | int) -> Value:
+    """The operand, in a register that ptxas does not know to be constant.
+
+    `(x & constant) ^ constant` takes two instructions, and one where a constant is in a register.
+    ptxas would undo a mere copy, so the constant is multiplied by the third size of the grid, 1.
+    """
+    if isinstance(operand, Word) or not FUSED_LOGIC:
+        return _value(operand)
+    code = "{ .reg .u32 one; mov.u32 one, %nctaid.z; mul.lo.u32 $0, one, $1; }"
+    variable: Value = llvm.InlineAsmOp(_i32(), [_value(operand)], code, "=r,r").results[0]
+    return variable
 
 
 def _word(register: Value) -> Word:

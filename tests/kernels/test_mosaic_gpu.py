@@ -229,12 +229,14 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeyp
     y = interpreted(x, weight, activation)
     np.testing.assert_array_equal(interpreted(x[:1], weight, activation), y[:1])
     np.testing.assert_array_equal(interpreted(x[::-1][:9], weight, activation)[::-1], y[24:])
-    plan = quantized_matmul.make_plan(33, [weight], activation, interpret=True)
-    assert plan.parts == plan.segments == 2
-    whole = dataclasses.replace(plan, parts=1)
-    monkeypatch.setattr(quantized_matmul, "make_plan", lambda *_: whole)
-    unsplit = mosaic_gpu.matmul(x, weight, activation, interpret=True)
-    np.testing.assert_array_equal(np.asarray(unsplit), y)
+    for m, stay in ((9, True), (33, False)):  # whether the sums stay in registers
+        plan = quantized_matmul.make_plan(m, [weight], activation, interpret=True)
+        assert plan.parts == plan.segments == 9 and plan.sums_stay == stay
+        whole = dataclasses.replace(plan, parts=1)
+        monkeypatch.setattr(quantized_matmul, "make_plan", lambda *_, whole=whole: whole)
+        unsplit = mosaic_gpu.matmul(x[:m], weight, activation, interpret=True)
+        np.testing.assert_array_equal(np.asarray(unsplit), y[:m])
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", ["int4 128", "int4 64 zeros", "mxfp4"])
