@@ -101,19 +101,29 @@ def _segment_sum(
     """Computes a segment's sum, [64, M]. `done` blocks went through the ring before it."""
     first, steps = segment * plan.per_segment, plan.steps(segment, 1)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, OfOutputs]) -> tuple[jax.Array, OfOutputs]:
-        total, of_outputs = carry
-        # The weight's scales for the next block are loaded during this one.
-        upcoming = _of_outputs(plan, memory, outputs, first + jnp.minimum(i + 1, steps - 1))
-        slot = lax.rem(done + i, jnp.int32(plan.stages))
-        plgpu.barrier_wait(memory.full.at[slot])
-        total = _add_block(plan, memory, warpgroup, slot, of_outputs, total)
-        plgpu.barrier_arrive(memory.empty.at[slot])
-        return total, upcoming
+    def scales(i: jax.Array, count: int) -> list[OfOutputs]:
+        blocks = [first + jnp.minimum(i + each, steps - 1) for each in range(count)]
+        return [_of_outputs(plan, memory, outputs, block) for block in blocks]
 
-    carry = _full(plan, 0), _of_outputs(plan, memory, outputs, first)
-    total: jax.Array = lax.fori_loop(0, steps, step, carry)[0]
-    return total
+    def add(count: int, start: jax.Array, times: jax.Array, total: jax.Array) -> jax.Array:
+        """Adds blocks from `start` on, `count` at a time."""
+
+        def step(j: jax.Array, carry: tuple[jax.Array, list[OfOutputs]]) -> Any:
+            total, of_outputs = carry
+            i = start + j * count
+            # The weight's scales for the next blocks are loaded during these.
+            upcoming = scales(i + count, count)
+            slots = [lax.rem(done + i + each, jnp.int32(plan.stages)) for each in range(count)]
+            return _add_blocks(plan, memory, warpgroup, slots, of_outputs, total), upcoming
+
+        added: jax.Array = lax.fori_loop(0, times, step, (total, scales(start, count)))[0]
+        return added
+
+    total, together = _full(plan, 0), plan.together
+    if together > 1:
+        total = add(together, jnp.int32(0), steps // together, total)
+        return add(1, steps - steps % together, steps % together, total)
+    return add(1, jnp.int32(0), steps, total)
 
 
 def _of_outputs(
@@ -143,40 +153,54 @@ def _exponents(code: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32) * 0.5
 
 
-def _add_block(
+def _add_blocks(
     plan: Plan,
     memory: Memory,
     warpgroup: jax.Array,
-    slot: jax.Array,
-    of_outputs: OfOutputs,
+    slots: list[jax.Array],
+    of_outputs: list[OfOutputs],
     total: jax.Array,
 ) -> jax.Array:
-    """Adds a block's products (256 inputs) to a segment's sum, group by group."""
-    packed = _load(memory.packed_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)], PACKED)
+    """Adds the products of blocks (256 inputs each) to a segment's sum, group by group."""
     per_plane = PLANE // plan.group
 
-    def issue(product: Any, group: int, left: jax.Array) -> None:
+    def issue(product: Any, slot: jax.Array, group: int, left: jax.Array) -> None:
         if plan.interpreted:  # interpret mode does not support an operand in registers
             memory.operand[warpgroup] = left
             left = memory.operand.at[warpgroup]
         inputs = pl.ds(group * plan.group // plan.width * plan.width, plan.width)
         plgpu.wgmma(product, left, memory.x_ring.at[slot, :, inputs].T)
 
+    def load(slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(memory.full.at[slot])
+        return _load(memory.packed_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)], PACKED)
+
+    packed = [load(slots[0])]
+
+    def add(*products: Any, first: int, total: jax.Array) -> jax.Array:
+        # A plane is unpacked while the tensor cores multiply the one before.
+        places = []
+        for block, slot in enumerate(slots):
+            if block == len(packed):
+                packed.append(load(slot))
+            for group in range(first, first + plan.in_flight):
+                if group % per_plane == 0:
+                    plane = group // per_plane
+                    lefts = _operands(plan, packed[block], plane, of_outputs[block])
+                issue(products[len(places)], slot, group, lefts[group % per_plane])
+                places.append((block, group))
+        for i, (block, group) in enumerate(places):
+            value = plgpu.wgmma_accumulator_load(products[i], wait_n=len(places) - 1 - i)
+            total = _add_product(plan, memory, slots[block], group, of_outputs[block], value, total)
+        return total
+
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.m_tile), plan.product_dtype)
+    accumulators = [accumulator] * plan.in_flight * len(slots)
     for first in range(0, plan.groups, plan.in_flight):
-
-        def add(*products: Any, first: int = first, total: jax.Array = total) -> jax.Array:
-            # The second plane is unpacked while the tensor cores multiply the first.
-            for i, product in enumerate(products):
-                if i % per_plane == 0:
-                    lefts = _operands(plan, packed, (first + i) // per_plane, of_outputs)
-                issue(product, first + i, lefts[i % per_plane])
-            for i, product in enumerate(products):
-                value = plgpu.wgmma_accumulator_load(product, wait_n=len(products) - 1 - i)
-                total = _add_product(plan, memory, slot, first + i, of_outputs, value, total)
-            return total
-
-        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.m_tile), plan.product_dtype)
-        total = pl.run_scoped(add, *[accumulator] * plan.in_flight)
+        step = partial(add, first=first, total=total)
+        total = pl.run_scoped(step, *accumulators)
+    for slot in slots:
+        plgpu.barrier_arrive(memory.empty.at[slot])
     return total
 
 

@@ -225,18 +225,23 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeyp
     # The number of rows varies, and the kernel or XLA adds the segments' sums. Rows are integers,
     # because the interpreter only shows the order of groups and segments. Only a GPU can show how a
     # tensor core adds within a group.
+    monkeypatch.setattr(quantized_matmul, "MIN_SEGMENT", 4)
     x, weight = jnp.round(random_rows(33, 2304)), random_weight(name, 64, 2304)
     y = interpreted(x, weight, activation)
+    expected = reference.matmul(x.astype(jnp.float32), weight, activation)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
     np.testing.assert_array_equal(interpreted(x[:1], weight, activation), y[:1])
     np.testing.assert_array_equal(interpreted(x[::-1][:9], weight, activation)[::-1], y[24:])
-    for m, stay in ((9, True), (33, False)):  # whether the sums stay in registers
-        plan = quantized_matmul.make_plan(m, [weight], activation, interpret=True)
-        assert plan.parts == plan.segments == 9 and plan.sums_stay == stay
+    planned = quantized_matmul.make_plan
+    # Blocks are multiplied together, sums stay in registers, and sums are kept in memory.
+    for m, together, stay in ((1, 1 + (name == "int4 128"), True), (9, 1, True), (33, 1, False)):
+        plan = planned(m, [weight], activation, interpret=True)
+        assert plan.parts == plan.segments == 2
+        assert (plan.together, plan.sums_stay) == (together, stay)
         whole = dataclasses.replace(plan, parts=1)
         monkeypatch.setattr(quantized_matmul, "make_plan", lambda *_, whole=whole: whole)
         unsplit = mosaic_gpu.matmul(x[:m], weight, activation, interpret=True)
         np.testing.assert_array_equal(np.asarray(unsplit), y[:m])
-        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", ["int4 128", "int4 64 zeros", "mxfp4"])
