@@ -101,11 +101,11 @@ def _segment_sum(
     """Computes a segment's sum, [64, M]. `done` blocks went through the ring before it."""
     first, steps = segment * plan.per_segment, plan.steps(segment, 1)
 
-    def scales(i: jax.Array, count: int) -> list[OfOutputs]:
+    def scales(i: Any, count: int) -> list[OfOutputs]:
         blocks = [first + jnp.minimum(i + each, steps - 1) for each in range(count)]
         return [_of_outputs(plan, memory, outputs, block) for block in blocks]
 
-    def add(count: int, start: jax.Array, times: jax.Array, total: jax.Array) -> jax.Array:
+    def add(count: int, start: Any, times: Any, total: jax.Array) -> jax.Array:
         """Adds blocks from `start` on, `count` at a time."""
 
         def step(j: jax.Array, carry: tuple[jax.Array, list[OfOutputs]]) -> Any:
@@ -116,14 +116,14 @@ def _segment_sum(
             slots = [lax.rem(done + i + each, jnp.int32(plan.stages)) for each in range(count)]
             return _add_blocks(plan, memory, warpgroup, slots, of_outputs, total), upcoming
 
+        if isinstance(times, int) and times == 0:
+            return total
         added: jax.Array = lax.fori_loop(0, times, step, (total, scales(start, count)))[0]
         return added
 
-    total, together = _full(plan, 0), plan.together
-    if together > 1:
-        total = add(together, jnp.int32(0), steps // together, total)
-        return add(1, steps - steps % together, steps % together, total)
-    return add(1, jnp.int32(0), steps, total)
+    count = plan.together
+    total = add(count, 0, steps // count, _full(plan, 0))
+    return add(1, steps - steps % count, steps % count, total) if count > 1 else total
 
 
 def _of_outputs(
@@ -179,7 +179,7 @@ def _add_blocks(
 
     def add(*products: Any, first: int, total: jax.Array) -> jax.Array:
         # A plane is unpacked while the tensor cores multiply the one before.
-        places = []
+        places: list[tuple[int, int]] = []  # block and group of each product
         for block, slot in enumerate(slots):
             if block == len(packed):
                 packed.append(load(slot))

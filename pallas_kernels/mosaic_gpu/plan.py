@@ -77,8 +77,12 @@ class Plan:
         """Segments per work item."""
         return self.segments // self.parts
 
-    def steps(self, first: jax.Array, segments: int) -> jax.Array:
+    def steps(self, first: jax.Array, segments: int) -> jax.Array | int:
         """The number of input blocks in segments from `first` on. The last one may be shorter."""
+        if segments == self.segments:
+            return self.blocks
+        if self.blocks % self.per_segment == 0:
+            return segments * self.per_segment
         return jnp.minimum(segments * self.per_segment, self.blocks - first * self.per_segment)
 
     @property
@@ -177,8 +181,9 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """The number of blocks in flight."""
-        return min(MAX_STAGES, SHARED_BYTES // self.resident // self.stage_bytes)
+        """The number of blocks in flight, and no more than a block of the grid copies in all."""
+        copies = -(-self.items // self.grid) * min(self.per_part * self.per_segment, self.blocks)
+        return min(MAX_STAGES, SHARED_BYTES // self.resident // self.stage_bytes, copies)
 
     @property
     def stage_bytes(self) -> int:

@@ -226,7 +226,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeyp
     # because the interpreter only shows the order of groups and segments. Only a GPU can show how a
     # tensor core adds within a group.
     monkeypatch.setattr(quantized_matmul, "MIN_SEGMENT", 4)
-    x, weight = jnp.round(random_rows(33, 2304)), random_weight(name, 64, 2304)
+    x, weight = jnp.round(random_rows(33, 2304)), random_weight(name, 128, 2304)
     y = interpreted(x, weight, activation)
     expected = reference.matmul(x.astype(jnp.float32), weight, activation)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
