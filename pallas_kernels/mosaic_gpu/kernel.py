@@ -90,21 +90,21 @@ def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 
 def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
     """One block of the grid. Its last warpgroup copies; the others compute."""
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     of_compute, of_copy = plan.registers
 
     @pl.when(warpgroup == plan.warpgroups)
     def copy() -> None:
         if plan.warpgroups > 1:
             plgpu.set_max_registers(of_copy, action="decrease")
-        _copy(plan, lambda: _memories(plan, refs, scratch))
+        _copy(plan, block, lambda: _memories(plan, refs, scratch))
 
     @pl.when(warpgroup < plan.warpgroups)
     def compute() -> None:
         if plan.warpgroups > 1:
             plgpu.set_max_registers(of_compute, action="increase")
         memories = _memories(plan, refs, scratch)
-        _walk(plan, memories, partial(compute_item, plan, warpgroup))
+        _walk(plan, block, memories, partial(compute_item, plan, warpgroup))
 
 
 def _memories(plan: Plan, refs: Sequence[jax.Ref], scratch: dict[str, Any]) -> list[Memory]:
@@ -121,8 +121,10 @@ def _memories(plan: Plan, refs: Sequence[jax.Ref], scratch: dict[str, Any]) -> l
     return memories
 
 
-def _walk(plan: Plan, memories: list[Memory], visit: Callable[..., None]) -> jax.Array:
-    """Calls visit(memory, row, column, part, done) for every work item of this block of the grid.
+def _walk(
+    plan: Plan, block: jax.Array, memories: list[Memory], visit: Callable[..., None]
+) -> jax.Array:
+    """Calls visit(memory, row, column, part, done) for every work item of a block of the grid.
 
     Row and column index the tile, of the weight whose memory it is. `done` is the number of input
     blocks of the items before.
@@ -131,7 +133,6 @@ def _walk(plan: Plan, memories: list[Memory], visit: Callable[..., None]) -> jax
       The number of input blocks of all items.
     """
     rows, columns = plan.m // plan.m_tile, plan.n // plan.n_tile
-    block = lax.axis_index("block")
 
     def item(i: jax.Array, done: jax.Array) -> jax.Array:
         # Consecutive items share a tile of the weight, so later ones read it from the cache.
@@ -154,10 +155,10 @@ def _divide(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
     return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
 
 
-def _copy(plan: Plan, memories: Callable[[], list[Memory]]) -> None:
+def _copy(plan: Plan, block: jax.Array, memories: Callable[[], list[Memory]]) -> None:
     """Copies the operands of all work items: one warp the weight's, another those of x."""
     if not plan.warps_copy:
-        _copy_items(plan, memories(), ("packed", "x", "x_groups"))
+        _copy_items(plan, block, memories(), ("packed", "x", "x_groups"))
         return
 
     @plgpu.warp_map
@@ -166,12 +167,14 @@ def _copy(plan: Plan, memories: Callable[[], list[Memory]]) -> None:
 
             @pl.when(warp == number)
             def copy(names: tuple[str, ...] = names) -> None:
-                _copy_items(plan, memories(), names)
+                _copy_items(plan, block, memories(), names)
 
 
-def _copy_items(plan: Plan, memories: list[Memory], names: tuple[str, ...]) -> None:
+def _copy_items(
+    plan: Plan, block: jax.Array, memories: list[Memory], names: tuple[str, ...]
+) -> None:
     """Copies the named arrays of all work items, and then waits until all slots are empty."""
-    done = _walk(plan, memories, partial(_copy_item, plan, names))
+    done = _walk(plan, block, memories, partial(_copy_item, plan, names))
 
     def drain(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(memories[0].empty.at[lax.rem(i, jnp.int32(plan.stages))])
