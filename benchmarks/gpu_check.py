@@ -2,7 +2,8 @@
 
 1. Numerics: compares every format, activation precision and awkward size of the GPU kernels, and
    attention over every cache, with float64 on fresh random inputs (`--seed` repeats a run). Also
-   checks that a row's bits, those of norms too, do not depend on the number of rows or tokens.
+   checks that a row's bits, those of norms too, do not depend on the number of rows or tokens,
+   and that layers run together have the bits of layers one by one.
 2. Exactness: compares QSpec's output on the bundled model with plain decoding's.
 3. Speed: times attention with Llama-3-8B's heads beside the time to read its cache, and the
    model's layers beside the GPU's measured limits, XLA's 16-bit product and PyTorch's kernels
@@ -35,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from benchmarks.exactness import attention_check
+from benchmarks.exactness import attention_check, layers_check
 from benchmarks.kernels.products import LAYERS, kernels, measurements
 from benchmarks.kernels.rates import device_name
 from benchmarks.support.checks import tried
@@ -61,7 +62,7 @@ from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
 from pallas_kernels.weight_values import dequantize
 from pallas_kernels.weights import has_cheap_reading
 
-PARTS = ("products", "norms", "entries", "attention", "decoding", "speed")
+PARTS = ("products", "norms", "entries", "attention", "layers", "decoding", "speed")
 SECONDS = 240  # of measuring; the checks before take up to five minutes
 SHAPES = ((192, 2300), (67, 300))  # N, K: several segments and one; N for Hopper and odd
 ROWS = (1, 9, 17, 33, 64)  # one for each tile of the kernels
@@ -82,6 +83,7 @@ def main() -> int:
         "norms": lambda: norms(options.seed),
         "entries": lambda: attention_check.entries(options.seed),
         "attention": lambda: attention_check.numerics(implementations, options.seed),
+        "layers": lambda: layers_check.lines(options.seed),
         "decoding": lambda: exactness(options.seed),
     }
     lines = [

@@ -194,20 +194,29 @@ def _gpu_matmul(
     from pallas_kernels import mosaic_gpu, triton_gpu
 
     weights = tuple(_by_rows(weight) for weight in weights)
-    if mosaic_gpu.is_hopper() and all(map(mosaic_gpu.supports, weights)):
+    if on_hopper(weights):
         return mosaic_gpu.products(x, weights, activation)
     return triton_gpu.products(x, weights, activation)
 
 
+def on_hopper(weights: tuple[Any, ...]) -> bool:
+    """Whether the Hopper kernel serves the GPU that a program is traced for, and all weights."""
+    from pallas_kernels import mosaic_gpu
+
+    return mosaic_gpu.is_hopper() and all(map(mosaic_gpu.supports, weights))
+
+
 def _by_rows(weight: Matrix) -> Matrix:
     """The weight row by row: one that was interleaved for a CPU is copied."""
-    held = form(weight)
-    if isinstance(held, Bfloat12Weight) or getattr(held, "out_features", None) is None:
-        return weight
-    return by_rows(taken(weight))
+    return weight if in_rows(form(weight)) else by_rows(taken(weight))
 
 
-def _has_kernel(platform: str, weight: Weight, x: jax.Array) -> bool:
+def in_rows(weight: Weight) -> bool:
+    """Whether accelerators read the weight as it is stored, not interleaved for a CPU."""
+    return isinstance(weight, Bfloat12Weight) or getattr(weight, "out_features", None) is None
+
+
+def has_kernel(platform: str, weight: Weight, x: jax.Array) -> bool:
     """Whether an accelerator has a kernel for the weight and this x; else the reference serves."""
     if isinstance(weight, Bfloat16Weight):
         return bool(x.dtype == jnp.bfloat16)
@@ -223,7 +232,7 @@ def _by_platform(
 ) -> tuple[jax.Array, ...]:
     kernels: dict[str, Kernel] = {"cpu": cpu.matmul} if cpu.available() else {}
     for platform, kernel in (("cuda", _gpu_matmul), ("tpu", IMPLEMENTATIONS["mosaic_tpu"])):
-        if all(_has_kernel(platform, form(weight), x) for weight in weights):
+        if all(has_kernel(platform, form(weight), x) for weight in weights):
             kernels[platform] = kernel
     products: tuple[jax.Array, ...] = by_platform(
         x,

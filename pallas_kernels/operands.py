@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import UnionType
-from typing import get_args
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from pallas_kernels.formats import PLANE, Int8Weight, Quantized
 from pallas_kernels.rounding import check_float
 from pallas_kernels.weight_checks import check_arrays
 from pallas_kernels.weights import Rounded, check_plain_columns
+
+Product = TypeVar("Product")
 
 
 def check(
@@ -50,10 +52,10 @@ def multiplicands(
 
 
 def by_kind(
-    kinds: Sequence[Hashable], multiply: Callable[[list[int]], Iterable[jax.Array]]
-) -> tuple[jax.Array, ...]:
+    kinds: Sequence[Hashable], multiply: Callable[[list[int]], Iterable[Product]]
+) -> tuple[Product, ...]:
     """Calls multiply(places) once for the places of every kind; returns the results by place."""
-    found: dict[int, jax.Array] = {}
+    found: dict[int, Product] = {}
     for kind in dict.fromkeys(kinds):
         places = [place for place, each in enumerate(kinds) if each == kind]
         found |= zip(places, multiply(places), strict=True)

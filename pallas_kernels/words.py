@@ -193,3 +193,8 @@ def permute_inputs(x: jax.Array) -> jax.Array:
     """Reorders x: bf16[M, K] for bf16 operands: input 4t + 2c + j of 16 moves to 8j + 2t + c."""
     bytes_ = x.reshape(x.shape[0], -1, 4, 2, 2)
     return bytes_.transpose(0, 1, 4, 2, 3).reshape(x.shape)
+
+
+def permuted_place(inputs: jax.Array) -> jax.Array:
+    """The places to which `permute_inputs` moves inputs: int32[...]."""
+    return inputs & ~15 | (inputs & 1) << 3 | (inputs & 12) >> 1 | (inputs & 2) >> 1

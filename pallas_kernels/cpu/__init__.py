@@ -2,7 +2,6 @@
 
 from pallas_kernels.cpu.attention_call import attention as attention
 from pallas_kernels.cpu.hadamard_call import hadamard as hadamard
-from pallas_kernels.cpu.layers_call import Layers as Layers
 from pallas_kernels.cpu.layers_call import layers as layers
 from pallas_kernels.cpu.matmul_call import available as available
 from pallas_kernels.cpu.matmul_call import matmul as matmul

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +12,14 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.activations import Activation
 from pallas_kernels.cache_entries import Entries
 from pallas_kernels.cpu.batches import as_rows, entry
 from pallas_kernels.cpu.matmul_call import collected, describe
 from pallas_kernels.cpu.native import check_available
-from pallas_kernels.weights import Weight
+from pallas_kernels.layers import Layers
 
 Arrays = tuple[jax.Array, ...]
 _ROWS = 3  # x, keys and values, whose first axis is of rows and which the call returns
-
-
-class Layers(NamedTuple):
-    """The weights of L layers, each array with an axis L in front.
-
-    attention_norm, mlp_norm: [L, D]. q_norm, k_norm: [L, E] or None.
-    linears: q, k, v, o, gate, up and down, stacks of weights that kernels can read unchanged.
-    biases: f32[L, N] or None for each of them.
-    activations: the activation precision of each of them.
-    """
-
-    attention_norm: jax.Array
-    mlp_norm: jax.Array
-    q_norm: jax.Array | None
-    k_norm: jax.Array | None
-    linears: Sequence[Weight]
-    biases: Sequence[jax.Array | None]
-    activations: Sequence[Activation]
 
 
 def layers(

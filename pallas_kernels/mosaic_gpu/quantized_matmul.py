@@ -25,7 +25,6 @@ Not implemented: tuned tiles, a prepacked layout, multicast of x within a cluste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, cast
 
 import jax
@@ -35,12 +34,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import words
 from pallas_kernels.activations import Activation
-from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized, padded_inputs
+from pallas_kernels.formats import PLANE, Int4Weight, Mxfp4Weight, Quantized
 from pallas_kernels.mosaic_gpu.kernel import call
 from pallas_kernels.mosaic_gpu.plan import FEW_ROWS, MULTIPROCESSORS, ROWS, Plan
 from pallas_kernels.operands import by_kind, check, group_parts
 from pallas_kernels.stacks import Stacked, form, in_stack, taken_shapes
-from pallas_kernels.triton_gpu.quantization import quantize
+from pallas_kernels.triton_gpu.readings import Operand, Reading, read
+from pallas_kernels.triton_gpu.segments import Sums
 
 FourBits = Int4Weight | Mxfp4Weight
 
@@ -108,11 +108,45 @@ def products(
                 f"of {COLUMN_TILES[-1]} outputs, got {type(one).__name__} of shape {one.shape}"
             )
 
+    m = x.shape[0]
+
     def multiply(places: list[int]) -> list[jax.Array]:
-        alike = tuple(in_stack(weights[place]) for place in places)
-        return _alike(x, alike, activation, interpret)
+        operand = read(x, reading(m, shapes[places[0]], activation), interpret=interpret)
+        alike = [weights[place] for place in places]
+        return [each.total(m) for each in sums(operand, alike, activation, m, interpret=interpret)]
 
     return by_kind([_kind(one) for one in shapes], multiply)
+
+
+def reading(m: int, weight: FourBits | Stacked, activation: Activation) -> Reading:
+    """How the product of M rows and a weight, whose arrays may be shapes, reads x."""
+    weight = cast(FourBits, taken_shapes(weight))
+    plan, k = make_plan(m, [weight], activation), weight.shape[1]
+    if not plan.integer:
+        return Reading(activation, k, plan.m, padded=True, permuted=True)
+    grouped = "x_groups" in plan.of_x
+    return Reading(
+        activation, k, plan.m, group_size=weight.group_size,
+        per_block=plan.x_rows if grouped else None,
+        sums=plan.decoder.factor if grouped and plan.zeros else 0,
+    )  # fmt: skip
+
+
+def sums(
+    operand: Operand,
+    weights: Sequence[Quantized | Stacked],
+    activation: Activation,
+    m: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Sums, ...]:
+    """Computes the segments of `products` of M rows from what `reading` says of every weight."""
+
+    def multiply(places: list[int]) -> list[Sums]:
+        alike = [in_stack(weights[place]) for place in places]
+        return _alike(operand, alike, activation, m, interpret)
+
+    return by_kind([_kind(taken_shapes(weight)) for weight in weights], multiply)
 
 
 def _kind(weight: FourBits) -> tuple[Any, ...]:
@@ -123,12 +157,14 @@ def _kind(weight: FourBits) -> tuple[Any, ...]:
 
 
 def _alike(
-    x: jax.Array, ones: tuple[Stacked, ...], activation: Activation, interpret: bool
-) -> list[jax.Array]:
+    operand: Operand, ones: Sequence[Stacked], activation: Activation, m: int, interpret: bool
+) -> list[Sums]:
     """Multiplies x by weights of one kind, in one kernel."""
-    m, stacks = x.shape[0], [cast(FourBits, one.stack) for one in ones]
+    stacks = [cast(FourBits, one.stack) for one in ones]
     plan = make_plan(m, [taken_shapes(one) for one in ones], activation, interpret)
-    of_x, x_scales = _of_x(plan, x, stacks[0].group_size, activation, interpret)
+    of_x = {"x": operand[0]}
+    if "x_groups" in plan.of_x:
+        of_x["x_groups"] = operand[1].reshape(plan.blocks, plan.x_rows, plan.m)
     of_weights = [
         {"packed": stack.packed, "index": one.index[None], **group_parts(stack)}
         for one, stack in zip(ones, stacks, strict=True)
@@ -139,11 +175,12 @@ def _alike(
         *(arrays[name] for arrays in of_weights for name in plan.of_weight),
         interpret=_parameters(interpret),
     )
-    totals = [reduce(jnp.add, [each[part] for part in range(plan.parts)]) for each in parts]
-    return [
-        _finish(plan, total, one, of_x["x"], x_scales)[:m]
-        for total, one in zip(totals, ones, strict=True)
-    ]
+    found = [Sums(each, 0, n) for each, n in zip(parts, plan.outputs, strict=True)]
+    if plan.scaled:
+        return found
+    totals = [each.total(plan.m) for each in found]
+    finished = [_finish(plan, each, one, operand) for each, one in zip(totals, ones, strict=True)]
+    return [Sums(each[None], 0, n) for each, n in zip(finished, plan.outputs, strict=True)]
 
 
 def make_plan(
@@ -213,42 +250,19 @@ def _parts(tiles: int, blocks: int, per_segment: int, resident: int) -> int:
     return segments if cost(segments, per_segment) < cost(1, blocks) else 1
 
 
-def _of_x(
-    plan: Plan, x: jax.Array, group_size: int | None, activation: Activation, interpret: bool
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The operands of x, [M, K] each, with the scales and sums that integer products need,
-    f32[blocks, x_rows, M]; and the scales of rows without groups, f32[M, 1]."""
-    if not plan.integer:
-        padding = (0, plan.m - x.shape[0]), (0, padded_inputs(x.shape[1]) - x.shape[1])
-        values = jnp.pad(x, padding).astype(jnp.bfloat16)
-        return {"x": words.permute_inputs(values)}, jnp.ones((plan.m, 1), jnp.float32)
-    grouped = "x_groups" in plan.of_x
-    values, found = quantize(
-        x, activation, group_size, rows=plan.m, per_block=plan.x_rows if grouped else None,
-        sums=plan.decoder.factor if grouped and plan.zeros else 0, interpret=interpret,
-    )  # fmt: skip
-    if not grouped:
-        return {"x": values}, found.T
-    return {"x": values, "x_groups": found.reshape(plan.blocks, plan.x_rows, plan.m)}, found
-
-
-def _finish(
-    plan: Plan, total: jax.Array, one: Stacked, values: jax.Array, x_scales: jax.Array
-) -> jax.Array:
+def _finish(plan: Plan, total: jax.Array, one: Stacked, operand: Operand) -> jax.Array:
     """Applies the scale of a weight without groups. total: f32 or int32[M, N] -> f32[M, N]."""
-    if plan.scaled:
-        return total
     stack = cast(FourBits, one.stack)
+    scales = stack.scales[one.index, :, 0].astype(jnp.float32)
     if plan.integer:
+        values, x_scales = operand
         total = total // plan.decoder.factor
         if isinstance(stack, Int4Weight) and stack.zeros is not None:
-            sums = jnp.sum(values.astype(jnp.int32), axis=1, keepdims=True)
-            total -= sums * stack.zeros[one.index, :, 0].astype(jnp.int32)
-        total = total.astype(jnp.float32)
-    scales = stack.scales[one.index, :, 0].astype(jnp.float32)
-    y = total * (x_scales * scales if plan.integer else scales)
+            row_sums = jnp.sum(values.astype(jnp.int32), axis=1, keepdims=True)
+            total -= row_sums * stack.zeros[one.index, :, 0].astype(jnp.int32)
+        total, scales = total.astype(jnp.float32), x_scales.T * scales
     # The barrier keeps XLA from fusing this product with an addition in some programs only.
-    kept: jax.Array = lax.optimization_barrier(y)
+    kept: jax.Array = lax.optimization_barrier(total * scales)
     return kept
 
 

@@ -37,8 +37,9 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import attention_operands as shared
 from pallas_kernels.attention_reference import BLOCK
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
+from pallas_kernels.triton_gpu.attention_output import ROW_TILE, Output, tile_rows
+from pallas_kernels.triton_gpu.readings import Reading
 
-ROW_TILE = 16  # the narrowest product
 SEGMENT = 4  # blocks per program
 PIPELINED_BYTES = 2**16  # a block's keys and values, which fit every GPU's shared memory
 NARROWEST, WIDEST = 16, 256  # features: the narrowest product, the widest head in registers
@@ -79,12 +80,18 @@ def attention(
     window: int | None,
     sinks: int = 0,
     head_scale: float,
+    reading: Reading | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes `pallas_kernels.attention.attention` for bfloat16, heads of 16, 32, … 256 features.
 
     Args:
+      reading: a product's, in 16 bits and of H · E inputs; or None.
       interpret: runs the kernels as ordinary XLA operations, on any platform.
+
+    Returns:
+      f32[B, T, H, E]; or bf16[rows, H · E] as `reading` says, where rows behind B · T have any
+      values.
 
     Raises:
       ValueError: `attention_refusal` returns a reason.
@@ -106,13 +113,14 @@ def attention(
         )  # fmt: skip
     sinks = 0 if window is None else sinks
     visible = partial(_visible, tiles, slots // BLOCK)
+    output = Output(queries.shape, per_token, reading)
     states = _segments(
-        queries, shown, lengths, layer, keys, values, visible, sinks, head_scale, interpret
+        queries, shown, lengths, layer, keys, values, visible, sinks, head_scale, output, interpret
     )
-    merged = states[0]
+    mixed = states[0]
     if len(states) > 1:
-        merged = _merged(shown, lengths, states, visible, sinks, interpret)
-    return shared.by_token(merged, queries.shape)
+        mixed = _merged(shown, lengths, states, visible, sinks, output, interpret)
+    return mixed if reading else mixed.reshape(queries.shape)
 
 
 def _visible(
@@ -150,11 +158,12 @@ def _segments(
     visible: Callable[..., Any],
     sinks: int,
     head_scale: float,
+    output: Output,
     interpret: bool,
 ) -> list[jax.Array]:
     """Computes each segment's state: f32[B, K, segments, R] twice, f32[B, K, segments, R, E].
 
-    A single segment gives the result alone: f32[B, K, R, E].
+    A single segment gives the result alone: `output.shape`.
     """
     b, t, heads, e = queries.shape
     layers, slots, kv_heads = keys.shape[1:4]
@@ -172,13 +181,14 @@ def _segments(
         )
 
     whole = (b, kv_heads, segments, r, e)
-    shapes = [whole] if segments == 1 else [whole[:4], whole[:4], whole]
+    states = [jax.ShapeDtypeStruct(each, jnp.float32) for each in (whole[:4], whole[:4], whole)]
+    one = segments == 1
     pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
-    states: list[jax.Array] = pl.pallas_call(
+    found: list[jax.Array] = pl.pallas_call(
         partial(
             _read_segment,
             visible=visible,
-            per_token=heads // kv_heads,
+            output=output,
             width=_plane_width(e, keys),
             sinks=sinks,
             scale=shared.exponent_scale(head_scale),
@@ -191,12 +201,12 @@ def _segments(
             pl.BlockSpec((None,), lambda i, j, n, s: (0,)),
             *([of_head(part) for part in jax.tree.leaves(entries)] for entries in (keys, values)),
         ],
-        out_specs=[of_rows(*shape[4:]) for shape in shapes],
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        out_specs=[output.spec()] if one else [of_rows(*each.shape[4:]) for each in states],
+        out_shape=[output.shape()] if one else states,
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
         interpret=interpret,
     )(queries, list(shown), lengths, layer[None], jax.tree.leaves(keys), jax.tree.leaves(values))
-    return [states[0][:, :, 0]] if segments == 1 else states
+    return found
 
 
 def _read_segment(
@@ -208,7 +218,7 @@ def _read_segment(
     values: list[jax.Ref],
     *out: jax.Ref,
     visible: Callable[..., Any],
-    per_token: int,
+    output: Output,
     width: int,
     sinks: int,
     scale: float,
@@ -217,7 +227,7 @@ def _read_segment(
 
     queries: [T, H, E]; shown, visible: see `_visible`; length, layer: int32[]; keys, values:
     [L, S, E] in a list, or codes, scales and zeros; out: the state, f32[R] twice and f32[R, E], or
-    the result of a single segment, f32[R, E].
+    the result of a single segment, as in `output`.
     """
     context, number, segment = length[...], layer[...], pl.program_id(3)
     tile = pl.program_id(1), pl.program_id(2)
@@ -228,7 +238,7 @@ def _read_segment(
     planes = [pl.ds(i, width) for i in range(0, queries.shape[2], width)]
 
     def state() -> shared.State:
-        parts = [_rows(queries, tile, per_token, width, i) for i in range(len(planes))]
+        parts = [_rows(queries, tile, output.per_token, width, i) for i in range(len(planes))]
 
         def add(block: jax.Array, before: shared.State) -> shared.State:
             decoded, scales = _decode(keys, number, block, len(planes))
@@ -251,8 +261,7 @@ def _read_segment(
         return after
 
     if len(out) == 1:
-        for plane, part in zip(planes, shared.finish(state()), strict=True):
-            out[0][:, plane] = part
+        output.store(out[0], shared.finish(state()))
         return
 
     @pl.when((first < end) | (apart > 0))
@@ -271,9 +280,7 @@ def _rows(
 
     queries: [T, H, E]; tile: the head's and the tile's number; plane: which of the parts of a head.
     """
-    tokens, (head, number) = queries.shape[0], tile
-    row = number * ROW_TILE + jnp.arange(ROW_TILE)
-    token, query = row // per_token, head * per_token + row % per_token
+    tokens, (token, query) = queries.shape[0], tile_rows(tile, per_token)
     features = plane * width + jnp.arange(width)[None, :]
     inside = jnp.broadcast_to((token < tokens)[:, None], (ROW_TILE, width))
     at = queries.at[token[:, None], query[:, None], features]
@@ -306,12 +313,13 @@ def _merged(
     states: list[jax.Array],
     visible: Callable[..., Any],
     sinks: int,
+    output: Output,
     interpret: bool,
 ) -> jax.Array:
-    """Merges the states of all segments -> f32[B, K, R, E]."""
+    """Merges the states of all segments -> `output.shape`."""
     b, kv_heads, segments, r, e = states[2].shape
     y: jax.Array = pl.pallas_call(
-        partial(_merge_segments, visible=visible, sinks=sinks),
+        partial(_merge_segments, visible=visible, sinks=sinks, output=output),
         grid=(b, kv_heads, r // ROW_TILE),
         in_specs=[
             _of_tile(shown),
@@ -319,8 +327,8 @@ def _merged(
             *[pl.BlockSpec((None, None, segments, ROW_TILE), lambda i, j, n: (i, j, 0, n))] * 2,
             pl.BlockSpec((None, None, segments, ROW_TILE, e), lambda i, j, n: (i, j, 0, n, 0)),
         ],
-        out_specs=pl.BlockSpec((None, None, ROW_TILE, e), lambda i, j, n: (i, j, n, 0)),
-        out_shape=jax.ShapeDtypeStruct((b, kv_heads, r, e), jnp.float32),
+        out_specs=output.spec(),
+        out_shape=output.shape(),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
     )(list(shown), lengths, *states)
@@ -337,8 +345,9 @@ def _merge_segments(
     *,
     visible: Callable[..., Any],
     sinks: int,
+    output: Output,
 ) -> None:
-    """Merges one tile's segments: f32[segments, R] twice, f32[segments, R, E] -> y: f32[R, E]."""
+    """Merges one tile's segments: f32[segments, R] twice, f32[segments, R, E] -> y, `output`."""
 
     def add(segment: jax.Array, state: shared.State) -> shared.State:
         later = maximum[segment, :][:, None], total[segment, :][:, None], (sums[segment, :, :],)
@@ -347,8 +356,8 @@ def _merge_segments(
     _, first_block, end_block = visible(shown, length[...], pl.program_id(2))
     first = first_block // SEGMENT
     end = jnp.where(first_block < end_block, pl.cdiv(end_block, SEGMENT), first)
-    state = shared.start(y.shape[0], y.shape[1:])
+    state = shared.start(ROW_TILE, sums.shape[2:])
     if sinks:
         state = lax.fori_loop(0, shared.blocks_apart(first, sinks), add, state)
     state = lax.fori_loop(first, end, add, state)
-    [y[...]] = shared.finish(state)
+    output.store(y, shared.finish(state))

@@ -19,7 +19,8 @@ from pallas_kernels.bfloat12 import Bfloat12Weight
 from pallas_kernels.operands import by_kind
 from pallas_kernels.stacks import Stacked, form, in_stack
 from pallas_kernels.triton_gpu.bfloat16_values import STEP, Exact, ExactTile, stored
-from pallas_kernels.triton_gpu.segments import launch, steps_per_segment
+from pallas_kernels.triton_gpu.readings import Operand, Reading
+from pallas_kernels.triton_gpu.segments import Sums, launch, steps_per_segment
 
 SHORTEST = 4  # steps of a segment; shorter sums would take longer to write than to compute
 
@@ -41,7 +42,6 @@ def products(
     Raises:
       ValueError: a shape or dtype is another one, or a weight's rows are interleaved.
     """
-    kinds = []
     for weight in weights:
         (n, k), held = weight.shape, cast(Exact, form(weight))
         narrow = isinstance(held, Bfloat12Weight)
@@ -51,9 +51,29 @@ def products(
                 "triton_gpu multiplies bfloat16 x by bfloat16 matrices stored row by row, "
                 f"got {x.dtype.name}{list(x.shape)} and a matrix of {(n, k)}"
             )
-        kinds.append((narrow, steps_per_segment(n, pl.cdiv(k, STEP), SHORTEST)))
+    return tuple(each.total(x.shape[0]) for each in sums((x,), weights, interpret=interpret))
 
-    def multiply(places: list[int]) -> list[jax.Array]:
+
+def reading(m: int, inputs: int) -> Reading:
+    """How the product of M rows reads x: as it is."""
+    return Reading("a16", inputs, m)
+
+
+def sums(
+    operand: Operand, weights: Sequence[Exact | Stacked], *, interpret: bool = False
+) -> tuple[Sums, ...]:
+    """Computes the segments of `products` from what `reading` says."""
+    [x] = operand
+    steps = pl.cdiv(x.shape[1], STEP)
+    kinds = [
+        (
+            isinstance(form(weight), Bfloat12Weight),
+            steps_per_segment(weight.shape[0], steps, SHORTEST),
+        )
+        for weight in weights
+    ]
+
+    def multiply(places: list[int]) -> list[Sums]:
         alike = [in_stack(weights[place]) for place in places]
         return launch(
             partial(ExactTile, inputs=x.shape[1], interpreted=interpret),
@@ -62,7 +82,7 @@ def products(
             [stored(cast(Exact, one.stack)) for one in alike],
             [one.index for one in alike],
             [one.shape[0] for one in alike],
-            steps=pl.cdiv(x.shape[1], STEP),
+            steps=steps,
             per_segment=kinds[places[0]][1],
             stages=3 if kinds[places[0]][0] else 4,  # in 12 bits, four programs share memory
             interpret=interpret,

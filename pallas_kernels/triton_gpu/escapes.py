@@ -118,7 +118,7 @@ class Escapes:
     def _load(self, tile: int, numbers: jax.Array) -> jax.Array:
         """Loads escapes of a tile by number, int32[...]; one past the end belongs to no input."""
         listed = both(numbers < self.lists.shape[2], inside(jnp.int32(tile * TILE), self.outputs))
-        at = self.lists.at[self.index, tile, numbers]
+        at = self.lists.at[self.index, jnp.int32(tile), numbers]
         entries = pltriton.load(at, mask=listed, other=jnp.uint32(NO_ESCAPE))
         return lax.bitcast_convert_type(entries, jnp.int32)
 

@@ -6,6 +6,7 @@ XLA cannot serve here: it sums the squares of several rows in another order than
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,8 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels.stacks import Stacked, in_stack
-
-_PER_WARP = 256  # features: eight per thread, which one load of bfloat16 brings
-_MOST_WARPS = 16
+from pallas_kernels.triton_gpu.readings import Operand, Reading, warps
+from pallas_kernels.triton_gpu.segments import Sums
 
 
 def rms_norm(
@@ -48,9 +48,7 @@ def rms_norm(
         ],
         out_specs=pl.BlockSpec((None, padded), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
-        compiler_params=pltriton.CompilerParams(
-            num_warps=min(max(padded // _PER_WARP, 1), _MOST_WARPS), num_stages=1
-        ),
+        compiler_params=pltriton.CompilerParams(num_warps=warps(padded), num_stages=1),
         interpret=interpret,
     )(rows, one.stack, one.index[None])
     return y.reshape(x.shape)
@@ -61,9 +59,93 @@ def _kernel(
 ) -> None:
     """x, y: [D], scale: [L, D], layer: int32[], where D is `width` padded to a power of two."""
     inside = jnp.arange(x.shape[0]) < width
-    values, scales = (
-        pltriton.load(at, mask=inside, other=0).astype(jnp.float32)
-        for at in (x.at[:], scale.at[layer[...], :])
-    )
-    inverse = lax.rsqrt(jnp.sum(values * values) / width + eps)
-    pltriton.store(y.at[:], (values * inverse * scales).astype(y.dtype), mask=inside)
+    values = pltriton.load(x.at[:], mask=inside, other=0).astype(jnp.float32)
+    normed = _normed(values, inside, scale, layer[...], eps, width)
+    pltriton.store(y.at[:], normed.astype(y.dtype), mask=inside)
+
+
+def _normed(
+    values: jax.Array, inside: jax.Array, scale: jax.Ref, layer: jax.Array, eps: float, width: int
+) -> jax.Array:
+    """The norm of a row, f32[D], zeros outside of it."""
+    at = scale.at[layer, jnp.arange(values.shape[0])]
+    scales = pltriton.load(at, mask=inside, other=0).astype(jnp.float32)
+    return values * lax.rsqrt(jnp.sum(values * values) / width + eps) * scales
+
+
+def add_and_norm(
+    x: jax.Array,
+    update: Sums,
+    scale: Stacked,
+    eps: float,
+    reading: Reading,
+    *,
+    ahead: int = 0,
+    interpret: bool = False,
+) -> tuple[jax.Array, Operand]:
+    """Adds a product to the residual stream, in place, and takes the norm for the next product.
+
+    The bits are those of the sum of segments, the addition, `rms_norm` and `readings.read` one by
+    one: three to five launches.
+
+    Args:
+      x: bf16[M, D].
+      update: D columns.
+      scale: bf16 or f32[D] in a stack.
+      eps: added to the mean.
+      reading: of the next product; D is its K.
+      ahead: added to the scale's number, as far as the stack goes. XLA would take a launch.
+      interpret: runs the kernel as ordinary XLA operations, on any platform.
+
+    Returns:
+      x + update, bf16[M, D], and its norm, rounded to bfloat16 and as the next product reads it.
+    """
+    shapes = reading.shapes()
+    size = pl.next_power_of_2(max(x.shape[1], reading.width))
+    arrays: list[Any] = [x, update.parts, scale.stack, scale.index[None]]
+
+    def whole(array: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(array.shape, lambda i: (0,) * len(array.shape))
+
+    added, *operand = pl.pallas_call(
+        partial(
+            _add_and_norm, first=update.first, eps=eps, size=size, reading=reading, ahead=ahead,
+            interpreted=interpret,
+        ),
+        grid=(reading.rows,),
+        in_specs=[whole(each) for each in arrays],
+        out_specs=[whole(each) for each in (x, *shapes)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), *shapes],
+        input_output_aliases={0: 0},
+        compiler_params=pltriton.CompilerParams(num_warps=warps(size), num_stages=1),
+        interpret=interpret,
+    )(*arrays)  # fmt: skip
+    return added, tuple(operand)
+
+
+def _add_and_norm(
+    x: jax.Ref, parts: jax.Ref, scale: jax.Ref, layer: jax.Ref, added: jax.Ref,
+    *operand: jax.Ref, first: int, eps: float, size: int, reading: Reading, ahead: int,
+    interpreted: bool,
+) -> None:  # fmt: skip
+    """x, added: bf16[M, D], the same memory; parts: f32[P, rows, columns]; scale: [L, D]."""
+    (m, width), inputs = x.shape, jnp.arange(size)
+    row = pl.program_id(0)
+    inside = inputs < width
+    real = inside & (row < m)
+
+    def part(number: int) -> jax.Array:
+        at = parts.at[number, row, first + inputs]
+        values: jax.Array = pltriton.load(at, mask=real, other=0)
+        return values
+
+    update = part(0)
+    for number in range(1, parts.shape[0]):
+        update += part(number)
+    before = pltriton.load(x.at[row, inputs], mask=real, other=0).astype(jnp.float32)
+    after = (before + update).astype(added.dtype)
+    pltriton.store(added.at[row, inputs], after, mask=real)
+    own = jnp.minimum(layer[0] + ahead, scale.shape[0] - 1)
+    normed = _normed(after.astype(jnp.float32), inside, scale, own, eps, width)
+    normed = normed.astype(jnp.bfloat16).astype(jnp.float32)
+    reading.store(row, 0, normed, operand, interpreted)

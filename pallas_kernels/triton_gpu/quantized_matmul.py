@@ -33,9 +33,9 @@ from pallas_kernels.activations import Activation
 from pallas_kernels.formats import BLOCK, Quantized, padded_inputs
 from pallas_kernels.operands import by_kind, check, group_parts, group_sums
 from pallas_kernels.stacks import Stacked, in_stack, taken_shapes
-from pallas_kernels.triton_gpu.quantization import quantize
 from pallas_kernels.triton_gpu.quantized_values import QuantizedTile, stored
-from pallas_kernels.triton_gpu.segments import ROW_TILES, launch, steps_per_segment
+from pallas_kernels.triton_gpu.readings import Operand, Reading, read
+from pallas_kernels.triton_gpu.segments import ROW_TILES, Sums, launch, steps_per_segment
 from pallas_kernels.weights import Rounded
 
 MOST_ROWS = 32  # of x per program
@@ -67,27 +67,52 @@ def products(
     shapes = [taken_shapes(weight) for weight in weights]
     for one in shapes:
         check(x, one, activation, Rounded if activation == "a16" else Quantized)
-    steps = padded_inputs(x.shape[1]) // BLOCK
+    m = x.shape[0]
 
     def multiply(places: list[int]) -> list[jax.Array]:
+        operand = read(x, reading(m, shapes[places[0]], activation), interpret=interpret)
+        alike = [weights[place] for place in places]
+        return [each.total(m) for each in sums(operand, alike, activation, interpret=interpret)]
+
+    return by_kind([_kind(one, activation) for one in shapes], multiply)
+
+
+def reading(m: int, weight: Rounded, activation: Activation) -> Reading:
+    """How the product of M rows and a weight, whose arrays may be shapes, reads x."""
+    if activation == "a16":
+        return Reading(activation, weight.shape[1], m)
+    minima = "minima" in group_parts(weight)
+    return Reading(activation, weight.shape[1], m, group_size=weight.group_size, sums=int(minima))
+
+
+def sums(
+    operand: Operand,
+    weights: Sequence[Rounded | Stacked],
+    activation: Activation,
+    *,
+    interpret: bool = False,
+) -> tuple[Sums, ...]:
+    """Computes the segments of `products` from what `reading` says of every weight."""
+
+    def multiply(places: list[int]) -> list[Sums]:
         alike = [in_stack(weights[place]) for place in places]
         one = cast(Rounded, alike[0].stack)
         return launch(
             partial(
                 QuantizedTile, kind=type(one), group_size=one.group_size, interpreted=interpret
             ),
-            *_operands(x, one, activation, interpret),
+            *_operands(operand, one, activation),
             [stored(cast(Rounded, each.stack)) for each in alike],
             [each.index for each in alike],
             [each.shape[0] for each in alike],
-            steps=steps,
+            steps=_steps(taken_shapes(weights[places[0]])),
             per_segment=kinds[places[0]][-1],
             most_rows=_most_rows(one.group_size, activation),
             stages=STAGES,
             interpret=interpret,
         )
 
-    kinds = [_kind(one, steps, activation) for one in shapes]
+    kinds = [_kind(taken_shapes(weight), activation) for weight in weights]
     return by_kind(kinds, multiply)
 
 
@@ -98,33 +123,37 @@ def _most_rows(group_size: int | None, activation: Activation) -> int:
     return ROW_TILES[0] if narrow and activation != "a16" else MOST_ROWS
 
 
-def _kind(weight: Rounded, steps: int, activation: Activation) -> tuple[Any, ...]:
+def _kind(weight: Rounded, activation: Activation) -> tuple[Any, ...]:
     """The format and the steps of a segment, the same for all weights of one kernel.
 
     Integers without groups are one segment, because float32 would not add their sums exactly.
     """
     parts = {name: (part.dtype, part.shape[1]) for name, part in group_parts(weight).items()}
-    whole = weight.group_size is None and activation != "a16"
+    whole, steps = weight.group_size is None and activation != "a16", _steps(weight)
     segment = steps if whole else steps_per_segment(weight.shape[0], steps, SHORTEST)
     return type(weight), weight.group_size, tuple(parts.items()), segment
 
 
+def _steps(weight: Rounded) -> int:
+    return padded_inputs(weight.shape[1]) // BLOCK
+
+
 def _operands(
-    x: jax.Array, weight: Rounded, activation: Activation, interpret: bool
+    operand: Operand, weight: Rounded, activation: Activation
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """x in the precision of the product, [M, K], and by groups, f32[groups, M], the scales of
     integers and the sums that a weight's minima multiply."""
-    minima, group_size = "minima" in group_parts(weight), weight.group_size
+    minima, group_size, values = "minima" in group_parts(weight), weight.group_size, operand[0]
     if activation != "a16":
-        values, found = quantize(x, activation, group_size, sums=int(minima), interpret=interpret)
+        found = operand[1]
         if not minima:
             return {"x": values}, {"x_scales": found}
         count = BLOCK // group_size if group_size else 1
         both = found.reshape(-1, 2, count, found.shape[1])
         scales, sums = (both[:, i].reshape(-1, found.shape[1]) for i in range(2))
         return {"x": values}, {"x_scales": scales, "x_sums": scales * sums}
-    values = x.astype(jnp.bfloat16)
     if not minima:
         return {"x": values}, {}
-    padded = jnp.pad(values, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
+    inputs = values.shape[1]
+    padded = jnp.pad(values, ((0, 0), (0, padded_inputs(inputs) - inputs)))
     return {"x": values}, {"x_sums": group_sums(padded, group_size).T}

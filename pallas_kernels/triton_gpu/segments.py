@@ -3,9 +3,9 @@
 The inputs are split into segments of whole steps, by the shape of the weight alone. A tile computes
 the sum of each segment from its first step to its last, and the segments are added from left to
 right. With few rows, a program computes one segment, so that even a small matrix occupies all
-multiprocessors; XLA then adds them. With many rows a program computes all of them. The additions
-are the same, and so are a row's bits. This relies on tensor cores treating the columns of a product
-alike, for every width of x: `benchmarks/gpu_check.py` checks it.
+multiprocessors; XLA or the next kernel then adds them. With many rows a program computes all of
+them. The additions are the same, and so are a row's bits. This relies on tensor cores treating the
+columns of a product alike, for every width of x: `benchmarks/gpu_check.py` checks it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,24 @@ ROW_TILES = (16, 32, 64)  # rows of x per program; the smallest that fits is tak
 PROGRAMS = 264  # wanted: two for each multiprocessor of a large GPU
 
 Refs = Mapping[str, Any]  # a kernel's operands by name
+
+
+class Sums(NamedTuple):
+    """A product's segments before they are added: a kernel that reads them saves a launch.
+
+    parts: f32[segments, rows, columns]; the rows are M or more.
+    first: the column of the first output.
+    outputs: N.
+    """
+
+    parts: jax.Array
+    first: int
+    outputs: int
+
+    def total(self, m: int) -> jax.Array:
+        """The product, f32[M, N]."""
+        total = reduce(jnp.add, [self.parts[part] for part in range(self.parts.shape[0])])
+        return total[:m, self.first : self.first + self.outputs]
 
 
 class Tile(Protocol):
@@ -72,7 +90,7 @@ def launch(
     most_rows: int = ROW_TILES[-1],
     stages: int,
     interpret: bool,
-) -> list[jax.Array]:
+) -> list[Sums]:
     """Multiplies x by weights of one kind and equal segments, in one kernel.
 
     Args:
@@ -88,7 +106,7 @@ def launch(
       interpret: runs the kernel as ordinary XLA operations, on any platform.
 
     Returns:
-      f32[M, N] for every weight.
+      For every weight the sums of its segments, of M rows.
     """
     m = next(iter(x.values())).shape[0]
     tile = min(next((tile for tile in ROW_TILES if tile >= m), ROW_TILES[-1]), most_rows)
@@ -130,9 +148,7 @@ def launch(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
     )({**x, **of_groups}, [each[None] for each in indices], list(map(dict, weights)))  # fmt: skip
-    total = reduce(jnp.add, [sums[part] for part in range(parts)])
-    starts = [first * COLUMN_TILE for first in firsts]
-    return [total[:, start : start + n] for start, n in zip(starts, outputs, strict=True)]
+    return [Sums(sums, first * COLUMN_TILE, n) for first, n in zip(firsts, outputs, strict=True)]
 
 
 def _kernel(

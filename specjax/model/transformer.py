@@ -10,6 +10,7 @@ rounded to `config.dtype` (`pallas_kernels.rounding`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ from pallas_kernels import cpu
 from pallas_kernels.activations import Activation
 from pallas_kernels.attention import attention
 from pallas_kernels.hadamard import hadamard
+from pallas_kernels.layers import Layers
 from pallas_kernels.matmul import matmul, plane
 from pallas_kernels.norms import rms_norm
-from pallas_kernels.platforms import by_platform
+from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rope import rotate
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stacks import Stacked, form
@@ -168,6 +170,18 @@ def _run_layers(
 
         return over_layers(layers, numbers, step, (x, cache))
 
+    def on_gpu(
+        layers: Any, x: jax.Array, cache: KVCache, positions: Any, rope: Any, ancestors: Any
+    ) -> tuple[jax.Array, KVCache]:
+        sight = {cache.sight(config.window(number)) for number in numbers}
+        refusal = deferred("gpu_layers", "layers_refusal")
+        weights = _weights(layers, activation)
+        if len(sight) > 1 or refusal(x, cache.keys, ancestors, weights) is not None:
+            return one_by_one(layers, x, cache, positions, rope, ancestors)
+        run = deferred("gpu_layers", "layers")
+        return run_stack(layers, x, cache, positions, rope, ancestors, run=run)
+
+    run_stack = partial(_run_stack, numbers=numbers, config=config, activation=activation)
     operands = (layers, x, cache, context.positions, context.rope, context.ancestors)
     if not numbers or not isinstance(layers, LayerStack) or cache.bits < 16 or config.hadamard:
         return one_by_one(*operands)
@@ -177,7 +191,8 @@ def _run_layers(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (x, cache)
         ),
         default=one_by_one,
-        cpu=partial(_run_stack, numbers=numbers, config=config, activation=activation),
+        cpu=partial(run_stack, run=cpu.layers),
+        cuda=on_gpu,
     )
     return run
 
@@ -190,28 +205,35 @@ def _run_stack(
     rope: tuple[jax.Array, jax.Array],
     ancestors: jax.Array | None,
     *,
+    run: Callable[..., tuple[jax.Array, Any, Any]],
     numbers: tuple[int, ...],
     config: ModelConfig,
     activation: Activation,
 ) -> tuple[jax.Array, KVCache]:
-    """All layers in one call of the C++ library, which has the bits of `block`."""
-    arrays, sight = layers.arrays, [cache.sight(config.window(number)) for number in numbers]
-    linears: list[Linear] = [getattr(arrays, name) for name in LINEARS]
-    biases = [linear.bias for linear in linears]
-    weights: list[Any] = [
-        plane(linear.weight, _precision(linear, activation)) for linear in linears
-    ]
-    x, keys, values = cpu.layers(
+    """All layers in one call of a platform's kernels, which has the bits of `block`."""
+    sight = [cache.sight(config.window(number)) for number in numbers]
+    x, keys, values = run(
         x, cache.keys, cache.values, cache.lengths, positions, rope, ancestors,
-        cpu.Layers(
-            arrays.attention_norm, arrays.mlp_norm, arrays.q_norm, arrays.k_norm, weights,
-            [None if bias is None else bias.astype(jnp.float32) for bias in biases],
-            [_precision(linear, activation) for linear in linears],
-        ),
+        _weights(layers, activation),
         numbers=numbers, windows=[each[0] for each in sight], sinks=[each[1] for each in sight],
         eps=config.rms_norm_eps, head_scale=config.head_dim**-0.5,
     )  # fmt: skip
     return x, dataclasses.replace(cache, keys=keys, values=values)
+
+
+def _weights(layers: LayerStack, activation: Activation) -> Layers:
+    """The weights of a stack, as kernels that run all layers take them."""
+    arrays = layers.arrays
+    linears: list[Linear] = [getattr(arrays, name) for name in LINEARS]
+    precisions = [_precision(linear, activation) for linear in linears]
+    weights: list[Any] = [
+        plane(linear.weight, each) for linear, each in zip(linears, precisions, strict=True)
+    ]
+    biases = [linear.bias for linear in linears]
+    return Layers(
+        arrays.attention_norm, arrays.mlp_norm, arrays.q_norm, arrays.k_norm, weights,
+        [None if bias is None else bias.astype(jnp.float32) for bias in biases], precisions,
+    )  # fmt: skip
 
 
 class LinearInputs(NamedTuple):
