@@ -25,7 +25,7 @@ from pallas_kernels.formats import padded_inputs
 from pallas_kernels.layers import Layers
 from pallas_kernels.matmul import has_kernel, in_rows, on_hopper
 from pallas_kernels.stacks import Stacked
-from pallas_kernels.swiglu import swiglu
+from pallas_kernels.triton_gpu.gate import gated
 from pallas_kernels.triton_gpu.norms import add_and_norm
 from pallas_kernels.triton_gpu.readings import Operand, Reading, read
 from pallas_kernels.triton_gpu.segments import Sums
@@ -148,8 +148,8 @@ def layers(
         mixed, cached = attended(number, qkv(number, operand), cached)
         [update] = o(number, mixed)
         x, operand = quick(x, update, Stacked(weights.mlp_norm, number), reading=gate_up.reading)
-        gate, up = (each.total(b * t) for each in gate_up(number, operand))
-        hidden = read(swiglu(gate, up, x.dtype), down.reading, interpret=interpret)
+        gate, up = gate_up(number, operand)
+        hidden = gated(gate, up, b * t, down.reading, interpret=interpret)
         [update] = down(number, hidden)
         x, operand = quick(x, update, following, reading=qkv.reading, ahead=ahead)
         return x, operand, cached

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import cpu
-from pallas_kernels.platforms import by_platform
+from pallas_kernels.platforms import by_platform, deferred
 from pallas_kernels.rounding import check_float, round_to
 from pallas_kernels.settings import own_settings
 
@@ -22,7 +22,8 @@ def swiglu(
 ) -> Float[Array, "*rows F"]:
     """Computes gate · sigmoid(gate) · up in float32 and rounds the result to `dtype`.
 
-    On CPUs it runs in the C++ library, because XLA's exponential depends on the processor.
+    On CPUs it runs in the C++ library, because XLA's exponential depends on the processor; on GPUs
+    in a kernel, which can store it as the next product reads it.
 
     Args:
       gate: f32[..., F].
@@ -48,6 +49,7 @@ def swiglu(
         result=jax.ShapeDtypeStruct(gate.shape, dtype),
         default=partial(reference, dtype=dtype),
         cpu=partial(cpu.swiglu if cpu.available() else reference, dtype=dtype),
+        cuda=partial(deferred("triton_gpu", "swiglu"), dtype=dtype),
     )
     return y
 

@@ -5,7 +5,7 @@ XLA cannot serve here: it sums the squares of several rows in another order than
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels.stacks import Stacked, in_stack
-from pallas_kernels.triton_gpu.readings import Operand, Reading, warps
+from pallas_kernels.triton_gpu.readings import Operand, Reading
 from pallas_kernels.triton_gpu.segments import Sums
+
+_PER_WARP, _MOST_WARPS = 64, 32
 
 
 def rms_norm(
@@ -48,7 +50,7 @@ def rms_norm(
         ],
         out_specs=pl.BlockSpec((None, padded), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=warps(padded), num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=_warps(padded), num_stages=1),
         interpret=interpret,
     )(rows, one.stack, one.index[None])
     return y.reshape(x.shape)
@@ -60,16 +62,19 @@ def _kernel(
     """x, y: [D], scale: [L, D], layer: int32[], where D is `width` padded to a power of two."""
     inside = jnp.arange(x.shape[0]) < width
     values = pltriton.load(x.at[:], mask=inside, other=0).astype(jnp.float32)
-    normed = _normed(values, inside, scale, layer[...], eps, width)
-    pltriton.store(y.at[:], normed.astype(y.dtype), mask=inside)
+    scales = _scales(scale, layer[...], inside)
+    pltriton.store(y.at[:], _normed(values, scales, eps, width).astype(y.dtype), mask=inside)
 
 
-def _normed(
-    values: jax.Array, inside: jax.Array, scale: jax.Ref, layer: jax.Array, eps: float, width: int
-) -> jax.Array:
-    """The norm of a row, f32[D], zeros outside of it."""
-    at = scale.at[layer, jnp.arange(values.shape[0])]
-    scales = pltriton.load(at, mask=inside, other=0).astype(jnp.float32)
+def _scales(scale: jax.Ref, layer: jax.Array, inside: jax.Array) -> jax.Array:
+    """A layer's scales, f32[D], zeros outside of the row. scale: [L, D]."""
+    at = scale.at[layer, jnp.arange(inside.shape[0])]
+    scales: jax.Array = pltriton.load(at, mask=inside, other=0)
+    return scales.astype(jnp.float32)
+
+
+def _normed(values: jax.Array, scales: jax.Array, eps: float, width: int) -> jax.Array:
+    """The norm of a row, f32[D]."""
     return values * lax.rsqrt(jnp.sum(values * values) / width + eps) * scales
 
 
@@ -117,10 +122,15 @@ def add_and_norm(
         out_specs=[whole(each) for each in (x, *shapes)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), *shapes],
         input_output_aliases={0: 0},
-        compiler_params=pltriton.CompilerParams(num_warps=warps(size), num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=_warps(size), num_stages=1),
         interpret=interpret,
     )(*arrays)  # fmt: skip
     return added, tuple(operand)
+
+
+def _warps(size: int) -> int:
+    """Warps of a program. Two features a thread: all its loads are on their way together."""
+    return min(size // _PER_WARP, _MOST_WARPS) or 1
 
 
 def _add_and_norm(
@@ -139,13 +149,12 @@ def _add_and_norm(
         values: jax.Array = pltriton.load(at, mask=real, other=0)
         return values
 
-    update = part(0)
-    for number in range(1, parts.shape[0]):
-        update += part(number)
+    # No load comes after a store or a sum over the row, which it would wait for.
+    scales = _scales(scale, jnp.minimum(layer[0] + ahead, scale.shape[0] - 1), inside)
+    update = reduce(jnp.add, [part(number) for number in range(parts.shape[0])])
     before = pltriton.load(x.at[row, inputs], mask=real, other=0).astype(jnp.float32)
     after = (before + update).astype(added.dtype)
     pltriton.store(added.at[row, inputs], after, mask=real)
-    own = jnp.minimum(layer[0] + ahead, scale.shape[0] - 1)
-    normed = _normed(after.astype(jnp.float32), inside, scale, own, eps, width)
+    normed = _normed(after.astype(jnp.float32), scales, eps, width)
     normed = normed.astype(jnp.bfloat16).astype(jnp.float32)
     reading.store(row, 0, normed, operand, interpreted)

@@ -1,0 +1,95 @@
+"""The gate of SwiGLU for NVIDIA GPUs, stored as the next product reads it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+
+from pallas_kernels.triton_gpu.readings import PER_PROGRAM, Operand, Reading, warps
+from pallas_kernels.triton_gpu.segments import Sums
+
+
+def swiglu(
+    gate: jax.Array, up: jax.Array, dtype: DTypeLike = jnp.float32, *, interpret: bool = False
+) -> jax.Array:
+    """Computes `pallas_kernels.swiglu.swiglu`; arguments as there.
+
+    Args:
+      interpret: runs the kernel as ordinary XLA operations, on any platform.
+    """
+    width = gate.shape[-1]
+    rows = [each.reshape(1, -1, width) for each in (gate, up)]
+    m = rows[0].shape[1]
+    if 0 in (m, width):
+        return jnp.zeros(gate.shape, dtype)
+    shape = jax.ShapeDtypeStruct((m, width), dtype)
+    [hidden] = _call([Sums(each, 0, width) for each in rows], m, None, [shape], interpret)
+    return hidden.reshape(gate.shape)
+
+
+def gated(gate: Sums, up: Sums, m: int, reading: Reading, *, interpret: bool = False) -> Operand:
+    """Computes silu(gate) · up, rounds it to bfloat16 and stores it as the next product reads it.
+
+    Args:
+      gate, up: products of M rows.
+      reading: of the next product; its K are their outputs.
+      interpret: runs the kernel as ordinary XLA operations, on any platform.
+    """
+    return tuple(_call([gate, up], m, reading, reading.shapes(), interpret))
+
+
+def _call(
+    sums: list[Sums], m: int, reading: Reading | None, shapes: list[jax.ShapeDtypeStruct],
+    interpret: bool,
+) -> list[jax.Array]:  # fmt: skip
+    rows, width = shapes[0].shape
+    grouped = reading is None or reading.activation == "a16" or reading.group_size
+    size = PER_PROGRAM if grouped else pl.next_power_of_2(width)
+
+    def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        return pl.BlockSpec(array.shape, lambda i, j: (0,) * len(array.shape))
+
+    arrays = [each.parts for each in sums]
+    found: list[jax.Array] = pl.pallas_call(
+        partial(
+            _kernel, firsts=[each.first for each in sums], m=m, inputs=sums[0].outputs, size=size,
+            reading=reading, interpreted=interpret,
+        ),
+        grid=(rows, pl.cdiv(width, size)),
+        in_specs=[whole(each) for each in arrays],
+        out_specs=[whole(each) for each in shapes],
+        out_shape=shapes,
+        compiler_params=pltriton.CompilerParams(num_warps=warps(size), num_stages=1),
+        interpret=interpret,
+    )(*arrays)  # fmt: skip
+    return found
+
+
+def _kernel(
+    gate: jax.Ref, up: jax.Ref, *out: jax.Ref, firsts: list[int], m: int, inputs: int, size: int,
+    reading: Reading | None, interpreted: bool,
+) -> None:  # fmt: skip
+    """A program serves one row, and of it `size` inputs. gate, up: f32[P, rows, columns]."""
+    row, first = pl.program_id(0), pl.program_id(1) * size
+    places = first + jnp.arange(size)
+    real = (places < inputs) & (row < m)
+
+    def summed(parts: jax.Ref, start: int) -> jax.Array:
+        every = [
+            pltriton.load(parts.at[part, row, start + places], mask=real, other=0)
+            for part in range(parts.shape[0])
+        ]
+        total: jax.Array = sum(every[1:], every[0])
+        return total
+
+    hidden = jax.nn.silu(summed(gate, firsts[0])) * summed(up, firsts[1])
+    if reading is None:
+        pltriton.store(out[0].at[row, places], hidden.astype(out[0].dtype), mask=real)
+        return
+    rounded = hidden.astype(jnp.bfloat16).astype(jnp.float32)
+    reading.store(row, first, rounded, out, interpreted)
