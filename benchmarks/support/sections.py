@@ -138,8 +138,8 @@ BILLION = Page(
                 "`tiny-16bit` widened as below, its prompts read inside the time. Nested models "
                 "are compared with plain decoding in bfloat16. *identical*: outputs that are plain "
                 "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at "
-                "once, the GPU's on 16 cores. On the H100 the kernels were being checked at the "
-                "same time, and `Auto`'s costs were measured while programs were compiled; each "
+                "once, the GPU's on 16 cores. On the H100 `Auto`'s costs were measured while "
+                "programs were compiled, and nothing else ran while decoding was timed; each "
                 "plain row in 4 bits or bfloat16 is the base of those below it.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
@@ -227,13 +227,13 @@ KERNELS = Page(
         Section("gpu_check", "gpu_check", "Kernels on a GPU: numerics and exactness",
                 "Fresh random inputs beside float64; *error of bound*: the worst error as a part "
                 "of what float32 sums may err; rows and tokens alone and in company, bit for bit; "
-                "QSpec on `tiny` beside plain decoding. Products of 8- and 4-bit activations "
-                "failed beside activations that XLA had quantized on the GPU, where it "
-                "approximates a reciprocal and so rounds some values to the next step. The check "
-                "quantizes on the CPU since; it has not been repeated.", gpu_tables.checked),
+                "layers together and one by one, and fewer rows of them; QSpec on `tiny` beside "
+                "plain decoding. The gate's kernel and more threads for norms came after it.",
+                gpu_tables.checked),
         Section("gpu_check", "gpu_speed", "Kernels on a GPU: speed",
                 "Attention with Llama-3-8B's heads, and some of its layers, beside the device's "
-                "measured limits. Microseconds with a launch that prepares x.", gpu_tables.timed),
+                "measured limits. Microseconds with a launch that prepares x. The kernels of 4 "
+                "bits have changed since.", gpu_tables.timed),
         Section("kernels.sampling", "sampling", "Choosing a token", "Milliseconds."),
         Section("kernels.compile_check_gpu", "compile_check_gpu", "Kernels compiled for a GPU",
                 "Compiled for an H100 without one; what the compiler reports, over all sizes of "
