@@ -39,6 +39,7 @@ from pallas_kernels.attention_reference import BLOCK
 from pallas_kernels.cache_entries import Entries, QuantizedEntries
 from pallas_kernels.triton_gpu.attention_output import ROW_TILE, Output, tile_rows
 from pallas_kernels.triton_gpu.readings import Reading
+from pallas_kernels.triton_gpu.segments import whole
 
 SEGMENT = 4  # blocks per program
 PIPELINED_BYTES = 2**16  # a block's keys and values, which fit every GPU's shared memory
@@ -180,8 +181,8 @@ def _segments(
             (None, None, None, ROW_TILE, *rest), lambda i, j, n, s: (i, j, s, n, *zeros)
         )
 
-    whole = (b, kv_heads, segments, r, e)
-    states = [jax.ShapeDtypeStruct(each, jnp.float32) for each in (whole[:4], whole[:4], whole)]
+    state = (b, kv_heads, segments, r, e)
+    states = [jax.ShapeDtypeStruct(each, jnp.float32) for each in (state[:4], state[:4], state)]
     one = segments == 1
     pipelined = 2 * BLOCK * e * 2 <= PIPELINED_BYTES  # keys and values in bfloat16
     found: list[jax.Array] = pl.pallas_call(
@@ -201,7 +202,7 @@ def _segments(
             pl.BlockSpec((None,), lambda i, j, n, s: (0,)),
             *([of_head(part) for part in jax.tree.leaves(entries)] for entries in (keys, values)),
         ],
-        out_specs=[output.spec()] if one else [of_rows(*each.shape[4:]) for each in states],
+        out_specs=[whole(output.shape())] if one else [of_rows(*each.shape[4:]) for each in states],
         out_shape=[output.shape()] if one else states,
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2 if pipelined else 1),
         interpret=interpret,
@@ -327,7 +328,7 @@ def _merged(
             *[pl.BlockSpec((None, None, segments, ROW_TILE), lambda i, j, n: (i, j, 0, n))] * 2,
             pl.BlockSpec((None, None, segments, ROW_TILE, e), lambda i, j, n: (i, j, 0, n, 0)),
         ],
-        out_specs=output.spec(),
+        out_specs=whole(output.shape()),
         out_shape=output.shape(),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,

@@ -37,10 +37,6 @@ class Output:
         b, t, heads, e = self.queries
         return jax.ShapeDtypeStruct((b * t, heads * e), jnp.float32)
 
-    def spec(self) -> pl.BlockSpec:
-        """Every program sees the whole result."""
-        return pl.BlockSpec(self.shape().shape, lambda *_: (0, 0))
-
     def store(self, y: jax.Ref, parts: Sequence[jax.Array]) -> None:
         """Stores a tile's result: f32[ROW_TILE, width], for each plane of a head's features."""
         (_, tokens, _, e), width = self.queries, parts[0].shape[1]

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels.triton_gpu.readings import PER_PROGRAM, Operand, Reading, warps
-from pallas_kernels.triton_gpu.segments import Sums
+from pallas_kernels.triton_gpu.segments import Sums, add_segments, whole
 
 
 def swiglu(
@@ -51,9 +51,6 @@ def _call(
     grouped = reading is None or reading.activation == "a16" or reading.group_size
     size = PER_PROGRAM if grouped else pl.next_power_of_2(width)
 
-    def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda i, j: (0,) * len(array.shape))
-
     arrays = [each.parts for each in sums]
     found: list[jax.Array] = pl.pallas_call(
         partial(
@@ -79,15 +76,11 @@ def _kernel(
     places = first + jnp.arange(size)
     real = (places < inputs) & (row < m)
 
-    def summed(parts: jax.Ref, start: int) -> jax.Array:
-        every = [
-            pltriton.load(parts.at[part, row, start + places], mask=real, other=0)
-            for part in range(parts.shape[0])
-        ]
-        total: jax.Array = sum(every[1:], every[0])
-        return total
-
-    hidden = jax.nn.silu(summed(gate, firsts[0])) * summed(up, firsts[1])
+    both = [
+        add_segments(parts, row, column + places, real)
+        for parts, column in zip((gate, up), firsts, strict=True)
+    ]
+    hidden = jax.nn.silu(both[0]) * both[1]
     if reading is None:
         pltriton.store(out[0].at[row, places], hidden.astype(out[0].dtype), mask=real)
         return

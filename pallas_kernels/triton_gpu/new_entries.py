@@ -7,7 +7,7 @@ the segments that a product leaves apart (`segments.Sums`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.triton_gpu.segments import Sums
+from pallas_kernels.triton_gpu.segments import Sums, add_segments, whole
 
 
 def rotate_and_write(
@@ -73,20 +73,15 @@ def rotate_and_write_sums(
             lambda i, j, h: (i, 0, 0, jnp.clip(h - first, 0, kv_heads - 1), 0),
         )
 
-    def of_token(parts: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (parts.shape[0], None, parts.shape[2]), lambda i, j, h: (0, i * t + j, 0)
-        )
-
     cache = [entries(heads), entries(heads + kv_heads)]
     turned, *written = pl.pallas_call(
         partial(
-            _kernel, firsts=[each.first for each in new], heads=heads, kv_heads=kv_heads,
-            slots=slots,
+            _kernel, firsts=[each.first for each in new], tokens=t, heads=heads,
+            kv_heads=kv_heads, slots=slots,
         ),
         grid=(b, t, heads + 2 * kv_heads),
         in_specs=[
-            *[of_token(each.parts) for each in new],
+            *[whole(each.parts) for each in new],
             *[pl.BlockSpec((None, None, half), lambda i, j, h: (i, j, 0))] * 2,
             pl.BlockSpec((None,), lambda i, j, h: (i,)),
             pl.BlockSpec((None,), lambda i, j, h: (0,)),
@@ -112,21 +107,19 @@ def rotate_and_write_sums(
 def _kernel(
     queries: jax.Ref, keys: jax.Ref, values: jax.Ref, cos: jax.Ref, sin: jax.Ref, length: jax.Ref,
     layer: jax.Ref, _keys: jax.Ref, _values: jax.Ref, turned: jax.Ref, key_cache: jax.Ref,
-    value_cache: jax.Ref, *, firsts: Sequence[int], heads: int, kv_heads: int, slots: int,
+    value_cache: jax.Ref, *, firsts: Sequence[int], tokens: int, heads: int, kv_heads: int,
+    slots: int,
 ) -> None:  # fmt: skip
-    """queries, keys, values: f32[P, columns], the first columns as told; cos, sin: f32[E / 2];
+    """queries, keys, values: f32[P, rows, columns], with their first columns; cos, sin: f32[E / 2];
     length, layer: int32[]; turned: bf16[E]; the caches: uint16[L, S, E], aliased."""
     half = cos.shape[0]
     halves = pl.ds(0, half), pl.ds(half, half)
     head, slot, number = pl.program_id(2), length[...] + pl.program_id(1), layer[...]
+    row = pl.program_id(0) * tokens + pl.program_id(1)
 
     def summed(parts: jax.Ref, first: int, head: jax.Array) -> list[jax.Array]:
         start = first + head * 2 * half
-        places = [pl.ds(start + offset, half) for offset in (0, half)]
-        return [
-            reduce(jnp.add, [parts[part, place] for part in range(parts.shape[0])])
-            for place in places
-        ]
+        return [add_segments(parts, row, start + at + jnp.arange(half)) for at in (0, half)]
 
     def rotated(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
         return first * cos[...] - second * sin[...], second * cos[...] + first * sin[...]

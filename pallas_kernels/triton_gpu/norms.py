@@ -5,7 +5,7 @@ XLA cannot serve here: it sums the squares of several rows in another order than
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.stacks import Stacked, in_stack
 from pallas_kernels.triton_gpu.readings import Operand, Reading
-from pallas_kernels.triton_gpu.segments import Sums
+from pallas_kernels.triton_gpu.segments import Sums, add_segments, whole
 
 _PER_WARP, _MOST_WARPS = 64, 32
 
@@ -109,9 +109,6 @@ def add_and_norm(
     size = pl.next_power_of_2(max(x.shape[1], reading.width))
     arrays: list[Any] = [x, update.parts, scale.stack, scale.index[None]]
 
-    def whole(array: Any) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda i: (0,) * len(array.shape))
-
     added, *operand = pl.pallas_call(
         partial(
             _add_and_norm, first=update.first, eps=eps, size=size, reading=reading, ahead=ahead,
@@ -144,14 +141,9 @@ def _add_and_norm(
     inside = inputs < width
     real = inside & (row < m)
 
-    def part(number: int) -> jax.Array:
-        at = parts.at[number, row, first + inputs]
-        values: jax.Array = pltriton.load(at, mask=real, other=0)
-        return values
-
     # No load comes after a store or a sum over the row, which it would wait for.
     scales = _scales(scale, jnp.minimum(layer[0] + ahead, scale.shape[0] - 1), inside)
-    update = reduce(jnp.add, [part(number) for number in range(parts.shape[0])])
+    update = add_segments(parts, row, first + inputs, real)
     before = pltriton.load(x.at[row, inputs], mask=real, other=0).astype(jnp.float32)
     after = (before + update).astype(added.dtype)
     pltriton.store(added.at[row, inputs], after, mask=real)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import words
 from pallas_kernels.activations import LEVELS, Activation
 from pallas_kernels.formats import BLOCK, padded_inputs
+from pallas_kernels.triton_gpu.segments import whole
 
 PER_PROGRAM = 1024  # inputs
 _PER_WARP, _MOST_WARPS = 256, 16
@@ -141,8 +142,8 @@ def read(x: jax.Array, reading: Reading, *, interpret: bool = False) -> Operand:
     arrays: list[jax.Array] = pl.pallas_call(
         partial(_kernel, reading=reading, m=m, size=size, interpreted=interpret),
         grid=(reading.rows, pl.cdiv(width, size)),
-        in_specs=[pl.BlockSpec((m, k), lambda i, j: (0, 0))],
-        out_specs=[pl.BlockSpec(each.shape, lambda i, j: (0, 0)) for each in shapes],
+        in_specs=[whole(x)],
+        out_specs=[whole(each) for each in shapes],
         out_shape=shapes,
         compiler_params=pltriton.CompilerParams(num_warps=warps(size), num_stages=1),
         interpret=interpret,

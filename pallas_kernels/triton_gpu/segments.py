@@ -48,6 +48,22 @@ class Sums(NamedTuple):
         return total[:m, self.first : self.first + self.outputs]
 
 
+def add_segments(
+    parts: jax.Ref, row: jax.Array, columns: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
+    """Adds the segments of some columns of a row, inside a kernel. parts: f32[segments, rows, N].
+
+    Every segment is requested before the first addition.
+    """
+    segments = [load(parts.at[part, row, columns], mask) for part in range(parts.shape[0])]
+    return reduce(jnp.add, segments)
+
+
+def whole(array: Any) -> pl.BlockSpec:
+    """Every program of a grid sees the whole array, or shape of one."""
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * len(array.shape))
+
+
 class Tile(Protocol):
     """A tile of outputs of one matrix, inside the kernel."""
 
