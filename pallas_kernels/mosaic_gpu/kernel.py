@@ -30,6 +30,9 @@ from pallas_kernels.formats import BLOCK, PLANE
 from pallas_kernels.mosaic_gpu.compute import compute_item
 from pallas_kernels.mosaic_gpu.plan import ROWS, Plan
 
+COPY_REGISTERS = 40  # the copying warpgroup gives its registers to the two others
+COMPUTE_REGISTERS = 232
+
 
 def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> tuple[jax.Array, ...]:
     """Runs the kernel.
@@ -91,18 +94,17 @@ def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 def _body(plan: Plan, *refs: jax.Ref, **scratch: jax.Ref) -> None:
     """One block of the grid. Its last warpgroup copies; the others compute."""
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    of_compute, of_copy = plan.registers
 
     @pl.when(warpgroup == plan.warpgroups)
     def copy() -> None:
         if plan.warpgroups > 1:
-            plgpu.set_max_registers(of_copy, action="decrease")
+            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         _copy(plan, block, lambda: _memories(plan, refs, scratch))
 
     @pl.when(warpgroup < plan.warpgroups)
     def compute() -> None:
         if plan.warpgroups > 1:
-            plgpu.set_max_registers(of_compute, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         memories = _memories(plan, refs, scratch)
         _walk(plan, block, memories, partial(compute_item, plan, warpgroup))
 
@@ -157,9 +159,6 @@ def _divide(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
 
 def _copy(plan: Plan, block: jax.Array, memories: Callable[[], list[Memory]]) -> None:
     """Copies the operands of all work items: one warp the weight's, another those of x."""
-    if not plan.warps_copy:
-        _copy_items(plan, block, memories(), ("packed", "x", "x_groups"))
-        return
 
     @plgpu.warp_map
     def warps(warp: jax.Array) -> None:

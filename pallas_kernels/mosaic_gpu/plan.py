@@ -15,13 +15,10 @@ MULTIPROCESSORS = 132  # on an H100 or H200
 ROWS = 64  # outputs per warpgroup, the rows of a wgmma
 SHARED_BYTES = 200 * 1024  # of a multiprocessor; its blocks of the grid may use up to 227 KiB
 MAX_STAGES = 6
-REGISTERS = 65536 // 128  # of a multiprocessor, by the thread of a warpgroup
-COPY_REGISTERS = {2: 40, 4: 24}  # the copying warpgroup gives its others to these warpgroups
 FEW_ROWS = 16  # a thread's registers hold all sums and products of up to so many rows
 SUMS_STAY_ROWS = 32  # and the sum of the segments before of up to so many
 BLOCKS_TOGETHER = 2  # blocks whose products are in flight together
 TOGETHER_ROWS = 8  # of up to so many rows
-WARPS_COPY = True  # one warp copies the weight and another x, instead of a warpgroup both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,24 +93,6 @@ class Plan:
         return min(self.items, MULTIPROCESSORS * self.resident)
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """A thread's registers in warpgroups that compute, and in the one that copies."""
-        copying = COPY_REGISTERS.get(self.warpgroups, 0)
-        at_start = REGISTERS // (self.warpgroups + 1) // 8 * 8
-        return (at_start * (self.warpgroups + 1) - copying) // self.warpgroups // 8 * 8, copying
-
-    @property
-    def roomy(self) -> bool:
-        """Whether a thread that computes has many registers: one of up to two warpgroups, in the
-        only block of its multiprocessor."""
-        return self.warpgroups <= 2 and self.resident == 1
-
-    @property
-    def warps_copy(self) -> bool:
-        """Whether warps copy on their own, and not the whole warpgroup together."""
-        return WARPS_COPY
-
-    @property
     def sums_stay(self) -> bool:
         """Whether the sum of an item's segments stays in registers."""
         return self.m_tile <= SUMS_STAY_ROWS
@@ -126,7 +105,7 @@ class Plan:
     @property
     def in_flight(self) -> int:
         """Products in flight: whole planes, as many as a thread's registers allow."""
-        if self.m_tile <= FEW_ROWS and self.roomy:
+        if self.m_tile <= FEW_ROWS and self.resident == 1:
             return self.groups
         return max(2, PLANE // self.group) if self.m_tile <= 64 else PLANE // self.group
 
@@ -134,7 +113,7 @@ class Plan:
     def together(self) -> int:
         """Blocks whose products are in flight together."""
         few = self.m_tile <= TOGETHER_ROWS and self.groups <= 4 and not self.zeros
-        return min(BLOCKS_TOGETHER, self.per_segment) if few and self.roomy else 1
+        return min(BLOCKS_TOGETHER, self.per_segment) if few and self.resident == 1 else 1
 
     @property
     def scaled(self) -> bool:

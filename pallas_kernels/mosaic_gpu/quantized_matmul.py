@@ -46,7 +46,6 @@ FourBits = Int4Weight | Mxfp4Weight
 
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x per work item; the smallest that fits is taken
 COLUMN_TILES = (128, 64)  # outputs per work item; the largest that divides N is taken
-FEW_COLUMN_TILES = COLUMN_TILES  # the same for few rows of x
 FEW_RESIDENT = 2  # blocks of the grid per multiprocessor where few rows have tiles of 64 outputs
 SEGMENT_ITEMS = MULTIPROCESSORS  # work items that a weight's segments make of one tile of rows
 MIN_SEGMENT = 1  # blocks
@@ -207,7 +206,7 @@ def make_plan(
     widest = min(group, 64 if zeros else 128)
     m_tile = next(tile for tile in ROW_TILES if tile >= min(m, widest))
     rows, few = -(-m // m_tile), m_tile <= FEW_ROWS
-    n_tile = _widest(FEW_COLUMN_TILES if few else COLUMN_TILES, outputs)
+    n_tile = _widest(outputs)
     per_segment = _segment(outputs[0], blocks)
     resident = FEW_RESIDENT if few and n_tile == ROWS else 1
     return Plan(
@@ -228,14 +227,14 @@ def make_plan(
     )
 
 
-def _widest(tiles: Sequence[int], outputs: Sequence[int]) -> int:
-    """The first tile that divides the outputs of every weight."""
-    return next(tile for tile in tiles if all(each % tile == 0 for each in outputs))
+def _widest(outputs: Sequence[int]) -> int:
+    """The widest tile that divides the outputs of every weight."""
+    return next(tile for tile in COLUMN_TILES if all(each % tile == 0 for each in outputs))
 
 
 def _segment(n: int, blocks: int) -> int:
     """Blocks per segment, by the weight's shape. A few rows still occupy the whole GPU."""
-    columns = n // _widest(COLUMN_TILES, (n,))
+    columns = n // _widest((n,))
     segments = max(1, min(-(-SEGMENT_ITEMS // columns), blocks // MIN_SEGMENT))
     return -(-blocks // segments)
 

@@ -22,7 +22,6 @@ from pallas_kernels.words import Decoder
 
 PACKED = plgpu.Layout.WGMMA_8BIT  # how packed bytes are loaded
 ACCUMULATOR = plgpu.Layout.WGMMA
-FUSED_LOGIC = True  # whether `_variable` makes one instruction of two
 
 Value: TypeAlias = "ir.Value[Any]"
 
@@ -74,8 +73,8 @@ def _variable(operand: Word | int) -> Value:
     `(x & constant) ^ constant` takes two instructions, and one where a constant is in a register.
     ptxas would undo a mere copy, so the constant is multiplied by the third size of the grid, 1.
     """
-    if isinstance(operand, Word) or not FUSED_LOGIC:
-        return _value(operand)
+    if isinstance(operand, Word):
+        return operand.value
     code = "{ .reg .u32 one; mov.u32 one, %nctaid.z; mul.lo.u32 $0, one, $1; }"
     variable: Value = llvm.InlineAsmOp(_i32(), [_value(operand)], code, "=r,r").results[0]
     return variable
