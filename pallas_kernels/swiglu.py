@@ -23,7 +23,7 @@ def swiglu(
     """Computes gate · sigmoid(gate) · up in float32 and rounds the result to `dtype`.
 
     On CPUs it runs in the C++ library, because XLA's exponential depends on the processor; on GPUs
-    in a kernel, which can store it as the next product reads it.
+    in a kernel, with the bits that it has in `gpu_layers`.
 
     Args:
       gate: f32[..., F].

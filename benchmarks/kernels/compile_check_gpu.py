@@ -35,11 +35,13 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from benchmarks.support.common import write
-from pallas_kernels import mosaic_gpu, triton_gpu
+from pallas_kernels import gpu_layers, mosaic_gpu, triton_gpu
+from pallas_kernels.activations import Activation
 from pallas_kernels.arrays import TILE
 from pallas_kernels.bfloat12 import BLOCK_INPUTS, PALETTE, PALETTE_INPUTS, Bfloat12Weight
 from pallas_kernels.cache_entries import empty_entries
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight
+from pallas_kernels.layers import Layers
 from pallas_kernels.mosaic_gpu.quantized_matmul import make_plan
 from pallas_kernels.triton_gpu.quantized_matmul import MOST_ROWS
 from pallas_kernels.triton_gpu.segments import ROW_TILES
@@ -57,7 +59,7 @@ ATTENTION = (  # heads, key-value heads, features of one, bits of the cache
     (32, 32, 128, 16),
     (16, 8, 256, 16),
 )
-_ENTRY = r"\.entry (_kernel|_read_segment|_merge_segments)"  # the kernels that Triton compiles
+_ENTRY = r"\.entry (_kernel|_read_segment|_merge_segments|_add_and_norm)"  # Triton's kernels
 TOKENS = (
     (1, False, None),
     (8, False, 4096),
@@ -121,6 +123,8 @@ def checks(device: jax.Device) -> Iterator[Compiled]:
     for heads, kv_heads, e, bits in ATTENTION:
         for t, masked, window in TOKENS:
             yield check_attention(device, t, heads, kv_heads, e, bits, masked, window)
+    for name, activation in (("bfloat16", "a16"), ("int4 g128", "a16"), ("int4 g128", "a8")):
+        yield check_layers(device, name, activation)
 
 
 def weight_shapes(name: str, n: int, k: int) -> Any:
@@ -189,6 +193,35 @@ def check_attention(
     said, shared = _triton(_lower(device, kernel, *shapes))
     name = f"attention {bits} bits{' mask' * masked}{' window' * (window is not None)}"
     return _compiled(name, f"T {t} H {heads} K {kv_heads} E {e}", said, shared)
+
+
+def check_layers(device: jax.Device, name: str, activation: Activation) -> Compiled:
+    """Compiles layers of Llama-3.2-1B's shape: the kernels between products, and Triton's own."""
+    count, d, f, heads, kv_heads, e = 2, 2048, 8192, 32, 8, 64
+    outputs = (heads * e, d), (kv_heads * e, d), (kv_heads * e, d), (d, heads * e)
+    linears = [weight_shapes(name, *shape) for shape in (*outputs, (f, d), (f, d), (d, f))]
+    stacks = jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct((count, *part.shape), part.dtype), linears
+    )
+    norms = [jax.ShapeDtypeStruct((count, d), jnp.float32)] * 2
+
+    def run(
+        x: jax.Array, cached: Any, lengths: jax.Array, rope: Any, norms: Any, stacks: Any
+    ) -> Any:
+        weights = Layers(*norms, None, None, stacks, [None] * 7, [activation] * 7)
+        return gpu_layers.layers(
+            x, *cached, lengths, lengths[:, None], rope, None, weights, numbers=(0, 1),
+            windows=[None] * 2, sinks=[0] * 2, eps=1e-5, head_scale=e**-0.5,
+        )  # fmt: skip
+
+    x = jax.ShapeDtypeStruct((1, 1, d), jnp.bfloat16)
+    cached = [jax.ShapeDtypeStruct((1, count, 1024, kv_heads, e), jnp.uint16)] * 2
+    rope = (jax.ShapeDtypeStruct((1, 1, e // 2), jnp.float32),) * 2
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered, found = _lower(device, run, x, cached, lengths, rope, norms, stacks), []
+    _output(lambda: found.append(_triton(lowered)))  # Mosaic's reports are those of its own rows
+    said, shared = found[0]
+    return _compiled(f"layers {name} {activation}", f"M 1 D {d} F {f}", said, shared)
 
 
 def attention_shapes(

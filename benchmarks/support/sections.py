@@ -228,7 +228,9 @@ KERNELS = Page(
                 "Fresh random inputs beside float64; *error of bound*: the worst error as a part "
                 "of what float32 sums may err; rows and tokens alone and in company, bit for bit; "
                 "layers together and one by one, and fewer rows of them; QSpec on `tiny` beside "
-                "plain decoding. The gate's kernel and more threads for norms came after it.",
+                "plain decoding. The gate's kernel and more threads for norms came after it: for "
+                "them, outputs identical to plain decoding's speak "
+                "([table](billion.md#drafters-on-cpu-and-gpu-a-billion-parameters)).",
                 gpu_tables.checked),
         Section("gpu_check", "gpu_speed", "Kernels on a GPU: speed",
                 "Attention with Llama-3-8B's heads, and some of its layers, beside the device's "

@@ -30,8 +30,8 @@ from pallas_kernels.formats import BLOCK, PLANE
 from pallas_kernels.mosaic_gpu.compute import compute_item
 from pallas_kernels.mosaic_gpu.plan import ROWS, Plan
 
-COPY_REGISTERS = 40  # the copying warpgroup gives its registers to the two others
-COMPUTE_REGISTERS = 232
+COPY_REGISTERS = 24  # the copying warpgroup gives its registers to the two others
+COMPUTE_REGISTERS = 240
 
 
 def call(plan: Plan, *operands: jax.Array, interpret: Any = None) -> tuple[jax.Array, ...]:

@@ -48,7 +48,6 @@ ROW_TILES = (8, 16, 32, 64, 128)  # rows of x per work item; the smallest that f
 COLUMN_TILES = (128, 64)  # outputs per work item; the largest that divides N is taken
 FEW_RESIDENT = 2  # blocks of the grid per multiprocessor where few rows have tiles of 64 outputs
 SEGMENT_ITEMS = MULTIPROCESSORS  # work items that a weight's segments make of one tile of rows
-MIN_SEGMENT = 1  # blocks
 ITEM_COST = 1  # of an item's beginning and end, in blocks
 _DECODERS = {
     (Int4Weight, False): words.INT4_BF16,
@@ -235,7 +234,7 @@ def _widest(outputs: Sequence[int]) -> int:
 def _segment(n: int, blocks: int) -> int:
     """Blocks per segment, by the weight's shape. A few rows still occupy the whole GPU."""
     columns = n // _widest((n,))
-    segments = max(1, min(-(-SEGMENT_ITEMS // columns), blocks // MIN_SEGMENT))
+    segments = max(1, min(-(-SEGMENT_ITEMS // columns), blocks))
     return -(-blocks // segments)
 
 

@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs of any generation: matrices, norms, attention (from Ampere on)."""
+"""Kernels for NVIDIA GPUs of any generation (attention from Ampere on)."""
 
 from pallas_kernels.triton_gpu.attention_kernel import attention as attention
 from pallas_kernels.triton_gpu.attention_kernel import attention_refusal as attention_refusal

@@ -1,4 +1,4 @@
-"""Where attention's kernels store their results: a row for each token, as a product may read it."""
+"""The query rows of attention's programs, and where their results belong."""
 
 from __future__ import annotations
 

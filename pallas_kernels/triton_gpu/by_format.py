@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -34,13 +34,14 @@ def products(
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes x · weightᵀ for every weight. Those of one kind share a kernel: one launch."""
-    if all(isinstance(form(weight), Exact) for weight in weights):
-        exact = cast(Sequence[Exact | Stacked], weights)
-        return bfloat16_matmul.products(x, exact, interpret=interpret)
-    if any(isinstance(form(weight), Exact) for weight in weights):
-        return tuple(matmul(x, weight, activation, interpret=interpret) for weight in weights)
-    quantized = cast(Sequence[Rounded | Stacked], weights)
-    return quantized_matmul.products(x, quantized, activation, interpret=interpret)
+
+    def multiply(places: list[int]) -> tuple[jax.Array, ...]:
+        alike: Any = [weights[place] for place in places]
+        if isinstance(form(alike[0]), Exact):
+            return bfloat16_matmul.products(x, alike, interpret=interpret)
+        return quantized_matmul.products(x, alike, activation, interpret=interpret)
+
+    return by_kind([isinstance(form(weight), Exact) for weight in weights], multiply)
 
 
 def reading(m: int, weight: Served, activation: Activation) -> Reading:

@@ -28,7 +28,8 @@ def swiglu(
     if 0 in (m, width):
         return jnp.zeros(gate.shape, dtype)
     shape = jax.ShapeDtypeStruct((m, width), dtype)
-    [hidden] = _call([Sums(each, 0, width) for each in rows], m, None, [shape], interpret)
+    sums = [Sums(each, 0, width) for each in rows]
+    [hidden] = _call(sums, m, None, PER_PROGRAM, [shape], interpret)
     return hidden.reshape(gate.shape)
 
 
@@ -40,16 +41,16 @@ def gated(gate: Sums, up: Sums, m: int, reading: Reading, *, interpret: bool = F
       reading: of the next product; its K are their outputs.
       interpret: runs the kernel as ordinary XLA operations, on any platform.
     """
-    return tuple(_call([gate, up], m, reading, reading.shapes(), interpret))
+    size, shapes = reading.per_program, reading.shapes()
+    return tuple(_call([gate, up], m, reading, size, shapes, interpret))
 
 
 def _call(
-    sums: list[Sums], m: int, reading: Reading | None, shapes: list[jax.ShapeDtypeStruct],
-    interpret: bool,
+    sums: list[Sums], m: int, reading: Reading | None, size: int,
+    shapes: list[jax.ShapeDtypeStruct], interpret: bool,
 ) -> list[jax.Array]:  # fmt: skip
+    """Runs the kernel, whose programs serve `size` inputs of a row. Returns arrays of `shapes`."""
     rows, width = shapes[0].shape
-    grouped = reading is None or reading.activation == "a16" or reading.group_size
-    size = PER_PROGRAM if grouped else pl.next_power_of_2(width)
 
     arrays = [each.parts for each in sums]
     found: list[jax.Array] = pl.pallas_call(
@@ -71,7 +72,10 @@ def _kernel(
     gate: jax.Ref, up: jax.Ref, *out: jax.Ref, firsts: list[int], m: int, inputs: int, size: int,
     reading: Reading | None, interpreted: bool,
 ) -> None:  # fmt: skip
-    """A program serves one row, and of it `size` inputs. gate, up: f32[P, rows, columns]."""
+    """A program serves one row, and of it `size` inputs.
+
+    gate, up: f32[P, rows, columns]; out: arrays of the reading, or [M, inputs] without one.
+    """
     row, first = pl.program_id(0), pl.program_id(1) * size
     places = first + jnp.arange(size)
     real = (places < inputs) & (row < m)

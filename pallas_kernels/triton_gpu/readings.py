@@ -54,8 +54,14 @@ class Reading:
     @property
     def width(self) -> int:
         """Inputs of the operand."""
-        whole = self.padded or self.activation != "a16"
-        return padded_inputs(self.inputs) if whole else self.inputs
+        blocks = self.padded or self.activation != "a16"
+        return padded_inputs(self.inputs) if blocks else self.inputs
+
+    @property
+    def per_program(self) -> int:
+        """Inputs of a row that one program can store: all, where one scale serves the row."""
+        whole_row = self.activation != "a16" and self.group_size is None
+        return pl.next_power_of_2(self.width) if whole_row else PER_PROGRAM
 
     @property
     def groups(self) -> int:
@@ -71,12 +77,12 @@ class Reading:
         """Of the operand: bf16[rows, width]; or the integers, int8[rows, width], and for each block
         the scales of its groups and then their sums, f32[blocks · per_block, rows]; without groups,
         one scale and one sum, f32[1 or 2, rows]."""
-        whole = self.rows, self.width
+        shape = self.rows, self.width
         if self.activation == "a16":
-            return [jax.ShapeDtypeStruct(whole, jnp.bfloat16)]
+            return [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
         blocks = self.width // BLOCK if self.group_size else 1
         found = blocks * self.found_per_block, self.rows
-        return [jax.ShapeDtypeStruct(whole, jnp.int8), jax.ShapeDtypeStruct(found, jnp.float32)]
+        return [jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(found, jnp.float32)]
 
     def store(
         self, row: jax.Array, first: jax.Array | int, values: jax.Array, operand: Sequence[jax.Ref],
@@ -108,8 +114,8 @@ class Reading:
         inverse = jnp.where(scales == 0, 0, inverse)
         inverse = jnp.broadcast_to(inverse[:, None], parts.shape)
         integers = _rounded_product(parts, inverse, interpreted)
-        whole, inputs = integers.reshape(size).astype(jnp.int8), first + jnp.arange(size)
-        pltriton.store(q.at[row, inputs], whole, mask=inputs < self.width)
+        flat, inputs = integers.reshape(size).astype(jnp.int8), first + jnp.arange(size)
+        pltriton.store(q.at[row, inputs], flat, mask=inputs < self.width)
         group = first // group_size + jnp.arange(size // group_size)
         place = group // self.groups * self.found_per_block + group % self.groups
         there = group * group_size < self.width
@@ -137,8 +143,7 @@ def read(x: jax.Array, reading: Reading, *, interpret: bool = False) -> Operand:
         padding = (0, reading.rows - m), (0, reading.width - k)
         values = jnp.pad(x, padding).astype(jnp.bfloat16)
         return (words.permute_inputs(values) if reading.permuted else values,)
-    width, shapes = reading.width, reading.shapes()
-    size = PER_PROGRAM if reading.group_size else pl.next_power_of_2(width)
+    width, shapes, size = reading.width, reading.shapes(), reading.per_program
     arrays: list[jax.Array] = pl.pallas_call(
         partial(_kernel, reading=reading, m=m, size=size, interpreted=interpret),
         grid=(reading.rows, pl.cdiv(width, size)),

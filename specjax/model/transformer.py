@@ -173,10 +173,8 @@ def _run_layers(
     def on_gpu(
         layers: Any, x: jax.Array, cache: KVCache, positions: Any, rope: Any, ancestors: Any
     ) -> tuple[jax.Array, KVCache]:
-        sight = {cache.sight(config.window(number)) for number in numbers}
         refusal = deferred("gpu_layers", "layers_refusal")
-        weights = _weights(layers, activation)
-        if len(sight) > 1 or refusal(x, cache.keys, ancestors, weights) is not None:
+        if refusal(x, cache.keys, ancestors, layer_weights(layers, activation)) is not None:
             return one_by_one(layers, x, cache, positions, rope, ancestors)
         run = deferred("gpu_layers", "layers")
         return run_stack(layers, x, cache, positions, rope, ancestors, run=run)
@@ -214,14 +212,14 @@ def _run_stack(
     sight = [cache.sight(config.window(number)) for number in numbers]
     x, keys, values = run(
         x, cache.keys, cache.values, cache.lengths, positions, rope, ancestors,
-        _weights(layers, activation),
+        layer_weights(layers, activation),
         numbers=numbers, windows=[each[0] for each in sight], sinks=[each[1] for each in sight],
         eps=config.rms_norm_eps, head_scale=config.head_dim**-0.5,
     )  # fmt: skip
     return x, dataclasses.replace(cache, keys=keys, values=values)
 
 
-def _weights(layers: LayerStack, activation: Activation) -> Layers:
+def layer_weights(layers: LayerStack, activation: Activation) -> Layers:
     """The weights of a stack, as kernels that run all layers take them."""
     arrays = layers.arrays
     linears: list[Linear] = [getattr(arrays, name) for name in LINEARS]

@@ -225,7 +225,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, activation: str, monkeyp
     # The number of rows varies, and the kernel or XLA adds the segments' sums. Rows are integers,
     # because the interpreter only shows the order of groups and segments. Only a GPU can show how a
     # tensor core adds within a group.
-    monkeypatch.setattr(quantized_matmul, "MIN_SEGMENT", 4)
+    monkeypatch.setattr(quantized_matmul, "SEGMENT_ITEMS", 2)
     x, weight = jnp.round(random_rows(33, 2304)), random_weight(name, 128, 2304)
     y = interpreted(x, weight, activation)
     expected = reference.matmul(x.astype(jnp.float32), weight, activation)
