@@ -156,7 +156,7 @@ def test_layers_in_any_order(numbers: tuple[int, ...]) -> None:
     same_bits(dataclasses.replace(case, cache=cache, ancestors=tree, window=5), numbers)
 
 
-@pytest.mark.parametrize(("form", "activation"), CASES[:2])
+@pytest.mark.parametrize(("form", "activation"), [CASES[0], left_out(CASES[1])])
 def test_they_compute_what_the_model_does(form: str, activation: str) -> None:
     case = Case.make(form, activation)
     case = dataclasses.replace(case, cache=filled_cache(2, 128))
