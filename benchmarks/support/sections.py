@@ -92,7 +92,7 @@ EXACTNESS = Page(
         Section("exactness.serving", "*_served", "Outputs under load",
                 "Greedy and seeded requests from 1 to 32 clients, some of whom leave, beside "
                 "`generate` for each alone. *left*: rows, prompts and files afterwards. Tests ran "
-                "beside SmolLM2's drafters with 210 responses, so their seconds are no measure."),
+                "beside SmolLM2's drafters with 210 responses, so their seconds are too long."),
         Section("exactness.structured", "*_structured", "Answers that keep to a JSON schema",
                 "A server with drafts, greedy and seeded requests, beside `generate` without "
                 "drafts. *complete*: not cut by the limit of tokens; *invalid*: complete ones "

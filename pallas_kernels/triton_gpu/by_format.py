@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from pallas_kernels.activations import Activation
-from pallas_kernels.operands import by_kind
+from pallas_kernels.operands import Product, by_kind
 from pallas_kernels.stacks import Stacked, form, taken_shapes
 from pallas_kernels.triton_gpu import bfloat16_matmul, quantized_matmul
 from pallas_kernels.triton_gpu.bfloat16_values import Exact
@@ -34,14 +34,11 @@ def products(
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes x · weightᵀ for every weight. Those of one kind share a kernel: one launch."""
-
-    def multiply(places: list[int]) -> tuple[jax.Array, ...]:
-        alike: Any = [weights[place] for place in places]
-        if isinstance(form(alike[0]), Exact):
-            return bfloat16_matmul.products(x, alike, interpret=interpret)
-        return quantized_matmul.products(x, alike, activation, interpret=interpret)
-
-    return by_kind([isinstance(form(weight), Exact) for weight in weights], multiply)
+    return _by_format(
+        weights,
+        lambda alike: bfloat16_matmul.products(x, alike, interpret=interpret),
+        lambda alike: quantized_matmul.products(x, alike, activation, interpret=interpret),
+    )
 
 
 def reading(m: int, weight: Served, activation: Activation) -> Reading:
@@ -55,11 +52,22 @@ def sums(
     operand: Operand, weights: Sequence[Served], activation: Activation, *, interpret: bool = False
 ) -> tuple[Sums, ...]:
     """Computes the segments of `products`, for weights of which `reading` says the same."""
+    return _by_format(
+        weights,
+        lambda alike: bfloat16_matmul.sums(operand, alike, interpret=interpret),
+        lambda alike: quantized_matmul.sums(operand, alike, activation, interpret=interpret),
+    )
 
-    def multiply(places: list[int]) -> tuple[Sums, ...]:
-        alike: Any = [weights[place] for place in places]
-        if isinstance(form(alike[0]), Exact):
-            return bfloat16_matmul.sums(operand, alike, interpret=interpret)
-        return quantized_matmul.sums(operand, alike, activation, interpret=interpret)
+
+def _by_format(
+    weights: Sequence[Served],
+    exact: Callable[[Any], tuple[Product, ...]],
+    quantized: Callable[[Any], tuple[Product, ...]],
+) -> tuple[Product, ...]:
+    """Calls a kernel for the 16- and 12-bit weights and one for the others."""
+
+    def multiply(places: list[int]) -> tuple[Product, ...]:
+        alike = [weights[place] for place in places]
+        return (exact if isinstance(form(alike[0]), Exact) else quantized)(alike)
 
     return by_kind([isinstance(form(weight), Exact) for weight in weights], multiply)

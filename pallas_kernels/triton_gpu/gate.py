@@ -51,7 +51,6 @@ def _call(
 ) -> list[jax.Array]:  # fmt: skip
     """Runs the kernel, whose programs serve `size` inputs of a row. Returns arrays of `shapes`."""
     rows, width = shapes[0].shape
-
     arrays = [each.parts for each in sums]
     found: list[jax.Array] = pl.pallas_call(
         partial(
@@ -79,7 +78,6 @@ def _kernel(
     row, first = pl.program_id(0), pl.program_id(1) * size
     places = first + jnp.arange(size)
     real = (places < inputs) & (row < m)
-
     both = [
         add_segments(parts, row, column + places, real)
         for parts, column in zip((gate, up), firsts, strict=True)

@@ -16,10 +16,8 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels.stacks import Stacked, in_stack
-from pallas_kernels.triton_gpu.readings import Operand, Reading
+from pallas_kernels.triton_gpu.readings import Operand, Reading, warps
 from pallas_kernels.triton_gpu.segments import Sums, add_segments, whole
-
-_PER_WARP, _MOST_WARPS = 64, 32
 
 
 def rms_norm(
@@ -108,7 +106,6 @@ def add_and_norm(
     shapes = reading.shapes()
     size = pl.next_power_of_2(max(x.shape[1], reading.width))
     arrays: list[Any] = [x, update.parts, scale.stack, scale.index[None]]
-
     added, *operand = pl.pallas_call(
         partial(
             _add_and_norm, first=update.first, eps=eps, size=size, reading=reading, ahead=ahead,
@@ -126,8 +123,8 @@ def add_and_norm(
 
 
 def _warps(size: int) -> int:
-    """Warps of a program. Two features a thread: all its loads are on their way together."""
-    return min(size // _PER_WARP, _MOST_WARPS) or 1
+    """Warps of few features a thread, whose loads are all on their way together."""
+    return warps(size, per_thread=2, most=32)
 
 
 def _add_and_norm(
@@ -140,7 +137,6 @@ def _add_and_norm(
     row = pl.program_id(0)
     inside = inputs < width
     real = inside & (row < m)
-
     # No load comes after a store or a sum over the row, which it would wait for.
     scales = _scales(scale, jnp.minimum(layer[0] + ahead, scale.shape[0] - 1), inside)
     update = add_segments(parts, row, first + inputs, real)

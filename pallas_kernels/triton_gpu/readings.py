@@ -23,7 +23,6 @@ from pallas_kernels.formats import BLOCK, padded_inputs
 from pallas_kernels.triton_gpu.segments import whole
 
 PER_PROGRAM = 1024  # inputs
-_PER_WARP, _MOST_WARPS = 256, 16
 
 Operand = tuple[jax.Array, ...]  # x as a product reads it: `Reading.shapes`
 
@@ -74,9 +73,9 @@ class Reading:
         return self.per_block or self.groups * (1 + (self.sums != 0))
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of the operand: bf16[rows, width]; or the integers, int8[rows, width], and for each block
-        the scales of its groups and then their sums, f32[blocks · per_block, rows]; without groups,
-        one scale and one sum, f32[1 or 2, rows]."""
+        """The operand's shapes: bf16[rows, width]; or the integers, int8[rows, width], and for each
+        block the scales of its groups and then their sums, f32[blocks · per_block, rows]; without
+        groups, one scale and one sum, f32[1 or 2, rows]."""
         shape = self.rows, self.width
         if self.activation == "a16":
             return [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
@@ -167,9 +166,9 @@ def _kernel(
     reading.store(row, first, values, operand, interpreted)
 
 
-def warps(size: int) -> int:
-    """Warps of a program for `size` inputs: eight per thread, one load of bfloat16 brings them."""
-    return min(size // _PER_WARP, _MOST_WARPS) or 1
+def warps(size: int, per_thread: int = 8, most: int = 16) -> int:
+    """Warps of a program for `size` inputs. One load of bfloat16 brings eight to a thread."""
+    return min(size // (32 * per_thread), most) or 1
 
 
 def _reciprocal(values: jax.Array, interpreted: bool) -> jax.Array:

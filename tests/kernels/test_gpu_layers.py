@@ -149,7 +149,7 @@ def test_the_bits_are_those_of_the_operations(form: str, activation: str) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("numbers", [(2, 0), (0, 1, 2)])
 def test_layers_in_any_order(numbers: tuple[int, ...]) -> None:
-    """Of a tree, in a window, over two of attention's segments."""
+    """A tree in a window, whose context is in two of attention's segments, is run alike."""
     tree = jnp.array([[[-1, 0], [0, 1], [0, 2]]] * 2)
     case = Case.make("bfloat16", "a16")
     cache = filled_cache(2, 640)
@@ -212,7 +212,7 @@ def test_the_others_run_one_by_one() -> None:
 
 
 def test_stores_permute_as_reads_do() -> None:
-    """What kernels store for Hopper is what `read` makes of their plain result."""
+    """Kernels store for Hopper what `read` makes of their plain result."""
     rng = np.random.default_rng(0)
 
     def floats(*shape: int) -> jax.Array:
@@ -239,6 +239,23 @@ def test_stores_permute_as_reads_do() -> None:
     for store in stores.values():
         [found], [expected] = store(own), read(store(plain)[0], own)
         np.testing.assert_array_equal(found[:3], expected[:3])
+
+
+def test_segments_are_added_from_left_to_right() -> None:
+    """As where a product adds them itself, which it does for many rows."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 256)), jnp.bfloat16)
+    apart = Sums(jnp.asarray(rng.normal(size=(5, 3, 256)), jnp.float32), 0, 256)
+    added, scale = Sums(apart.total(3)[None], 0, 256), Stacked(jnp.ones((1, 256)), jnp.int32(0))
+    backwards = Sums(apart.parts[::-1], 0, 256).total(3)
+    assert not np.array_equal(apart.total(3), backwards)  # so that another order would show
+    integers = Reading("a8", 256, 3)
+
+    def computed(update: Sums) -> list[jax.Array]:
+        normed = add_and_norm(x, update, scale, 1e-5, integers, interpret=True)
+        return jax.tree.leaves((normed, gated(update, update, 3, integers, interpret=True)))
+
+    jax.tree.map(np.testing.assert_array_equal, computed(apart), computed(added))
 
 
 @pytest.mark.parametrize(
