@@ -139,9 +139,10 @@ BILLION = Page(
                 "`tiny-16bit` widened as below, its prompts read inside the time. Nested models "
                 "are compared with plain decoding in bfloat16. *identical*: outputs that are plain "
                 "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at "
-                "once, the GPU's on 16 cores. On the H100 `Auto`'s costs were measured while "
-                "programs were compiled, and nothing else ran while decoding was timed; each "
-                "plain row in 4 bits or bfloat16 is the base of those below it.",
+                "once, the GPU's on 16 cores. On the H100 nothing else ran while decoding was timed, "
+                "and each plain row in 4 bits or bfloat16 is the base of those below it. `Auto`'s "
+                "costs were measured alone in the second table of the H100, and while programs "
+                "were compiled in the first.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "
@@ -225,13 +226,12 @@ KERNELS = Page(
                 "Medians over the layers' shapes of several models. The limit is the memory's or "
                 "the arithmetic's rate, whichever binds, from the same run. *takes*: time over "
                 "ours.", section_tables.products),
-        Section("gpu_check", "gpu_check", "Kernels on a GPU: numerics and exactness",
+        Section("gpu_check", "gpu_check*", "Kernels on a GPU: numerics and exactness",
                 "Fresh random inputs beside float64; *error of bound*: the worst error as a part "
                 "of what float32 sums may err; rows and tokens alone and in company, bit for bit; "
                 "layers together and one by one, and fewer rows of them; QSpec on `tiny` beside "
-                "plain decoding. The gate's kernel and more threads for norms came after it: for "
-                "them, outputs identical to plain decoding's speak "
-                "([table](billion.md#drafters-on-cpu-and-gpu-a-billion-parameters)).",
+                "plain decoding. The first table's products came before the last change to the "
+                "kernel of 4 bits; the second table's layers and decoding ran after it.",
                 gpu_tables.checked),
         Section("gpu_check", "gpu_speed", "Kernels on a GPU: speed",
                 "Attention with Llama-3-8B's heads, and some of its layers, beside the device's "
