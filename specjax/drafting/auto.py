@@ -9,8 +9,8 @@ the first token that the model is unsure of, so what such a round gains and take
 
 The proposals of the text and the memory are judged in every round, drafted or not: the tokens that
 came show whether they were right. So a row that begins to repeat itself, or another, is noticed
-without a wasted pass. To look costs time too: a batch that has drafted nothing for a while looks at
-every fourth round only.
+without a wasted pass. A look costs time too, on a GPU a tenth of a pass: a batch that lately gained
+less than its looks took rests between them.
 
 The choice looks at all rows together, because they share the pass. No output depends on it: drafts
 of all sources are compared with the target's own tokens (`verification`), sampled ones too.
@@ -53,7 +53,9 @@ _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
 _LAST_COUNTS = 4  # the power of a row's remaining tokens by which it counts
-_PATIENCE, _PAUSE = 16, 4  # after so many rounds without a draft, look at every fourth only
+_HOPED = 0.25  # what a look gains before any, in tokens per row
+_LOOKS = 8.0  # looks, roughly, over which gains are averaged
+_MOST_LOOKING = 1 / 200  # of the time, where looks gain less than they take
 assert len(_OF_MEMORY) == len(CONTEXTS) and len(_OF_MEMORY[0]) == len(COUNTS)
 
 
@@ -64,10 +66,12 @@ class Costs:
 
     passes: f32[4], over 0, 1, 3 and 7 drafts per row; the first is 1.
     draft: f32[], a pass of the model's cheap reading over one token per row.
+    look: f32[], what a round of `Auto` takes over a plain one where it drafts nothing.
     """
 
     passes: jax.Array | np.ndarray
     draft: jax.Array | np.float32
+    look: jax.Array | np.float32 = dataclasses.field(default_factory=np.float32)
 
     def for_more(self, times: float, wide: Costs, rows: float) -> Costs:
         """The costs for `rows` times as many rows as these are for, from those for `times` as many.
@@ -82,7 +86,9 @@ class Costs:
         order = np.argsort(known, kind="stable")
         passes = np.interp(rows * tokens, known[order], seconds[order])
         draft = np.interp(rows, (1, times), (self.draft, wide.draft))
-        return Costs((passes / passes[0]).astype(np.float32), np.float32(draft))
+        look = np.interp(rows, (1, times), (self.look, wide.look))
+        passes = (passes / passes[0]).astype(np.float32)
+        return Costs(passes, np.float32(draft), np.float32(look))
 
     @classmethod
     def usual(cls, rows: int) -> Costs:
@@ -90,7 +96,7 @@ class Costs:
         adds, until it takes as long as a pass per token."""
         share = min(1.0, 0.05 * rows)
         passes = np.array([1 + width * share for width in WIDTHS], np.float32)
-        return cls(passes, np.float32(1.0))
+        return cls(passes, np.float32(1.0), np.float32(0.02))
 
 
 class AutoState(NamedTuple):
@@ -100,7 +106,8 @@ class AutoState(NamedTuple):
     own: of rounds in which the model drafted.
     text, memory: what they propose in this round; no memory proposes nothing.
     source: int32[B], which of the three proposed in this round: 0, 1 or 2.
-    idle: int32[B], rounds since the batch last drafted.
+    worth: f32[B], tokens per row that looks lately gained, over plain decoding in their time.
+    rest: int32[B], rounds until the next look.
     model: the own drafter's state; None without one.
     """
 
@@ -109,16 +116,18 @@ class AutoState(NamedTuple):
     text: Guess
     memory: Guess
     source: jax.Array
-    idle: jax.Array
+    worth: jax.Array
+    rest: jax.Array
     model: Any
 
 
 class _Plan(NamedTuple):
     """The drafts of a round. text: int32[B], tokens of the guess; own: bool[], whether the model
-    drafts instead."""
+    drafts instead; gain: f32[], tokens per row, as in `AutoState.worth`."""
 
     text: jax.Array
     own: jax.Array
+    gain: jax.Array
 
 
 class _Look(NamedTuple):
@@ -145,6 +154,8 @@ class Auto(Drafter):
     memory: texts to draft from beside the row's own; rows add theirs while they are decoded. None:
         for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
         elsewhere none. Not for a model that is divided over a mesh.
+    loops: whether `decode` runs rounds of rest in a loop of their own, which takes longer to
+        compile; set where the costs are measured.
 
     Raises ValueError where `draft` or `memory` is something else.
     """
@@ -152,6 +163,7 @@ class Auto(Drafter):
     costs: Costs | None = None
     draft: LevelDrafter | None = None
     memory: SuffixMemory | None = None
+    loops: bool = jax.tree.static(default=False)
 
     def __post_init__(self) -> None:
         # JAX passes placeholders here while it unflattens the tree; skip them.
@@ -193,7 +205,8 @@ class Auto(Drafter):
         model = None if self.draft is None else self.draft.init(params, state, width)
         rates, nowhere = Rates.create(len(zeros), _PRIORS), self._nowhere(state)
         own = self._assumed(len(zeros))
-        return AutoState(rates, own, nowhere.text, nowhere.memory, zeros, zeros, model)
+        worth = jnp.full(len(zeros), _HOPED)
+        return AutoState(rates, own, nowhere.text, nowhere.memory, zeros, worth, zeros, model)
 
     def shared(self) -> SuffixMemory | None:
         return self.memory
@@ -204,21 +217,27 @@ class Auto(Drafter):
         return None if shared is None else shared.learn(tokens, begins, ends)
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
-        idle = jnp.max(jnp.where(state.finished, 0, state.draft.idle))
+        resting = jnp.any((state.draft.rest > 0) & ~state.finished)
         nowhere = self._nowhere(state)
-        look = lax.cond(_due(idle), lambda: self._look(state), lambda: nowhere)
+        look = lax.cond(resting, lambda: nowhere, lambda: self._look(state))
         padding = ((0, 0), (0, self.draft_length - WIDTHS[-1]))
         proposal = Proposal(jnp.pad(look.better.tokens, padding), look.plan.text)
         cache = state.cache
         if self.draft is not None:
             proposal, cache = self._draft(params, state, proposal, look.plan.own)
-        drafts = look.plan.own | jnp.any((look.plan.text > 0) & ~state.finished)
+        worth, rest = self._after_look(state, look.plan)
         draft = state.draft._replace(
             text=look.text, memory=look.memory,
             source=jnp.where(look.plan.own, _FROM_MODEL, look.source),
-            idle=jnp.broadcast_to(jnp.where(drafts, 0, idle + 1), state.finished.shape),
+            worth=jnp.where(resting, state.draft.worth, worth),
+            rest=jnp.where(resting, jnp.maximum(state.draft.rest - 1, 0), rest),
         )  # fmt: skip
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
+
+    def rest(self, draft: AutoState) -> tuple[jax.Array | None, AutoState]:
+        if not self.loops:
+            return None, draft
+        return jnp.max(draft.rest), draft._replace(rest=jnp.zeros_like(draft.rest))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -232,7 +251,8 @@ class Auto(Drafter):
         zeros = jnp.zeros_like(state.lengths)
         none = jnp.zeros((*zeros.shape, WIDTHS[-1]), jnp.int32)
         nothing = Guess(none, none, zeros)
-        return _Look(nothing, nothing, nothing, zeros, _Plan(zeros, jnp.bool_(False)))
+        plan = _Plan(zeros, jnp.bool_(False), jnp.float32(0))
+        return _Look(nothing, nothing, nothing, zeros, plan)
 
     def _look(self, state: DecodeState) -> _Look:
         room = jnp.maximum(state.limits - state.lengths - 1, 0)
@@ -243,9 +263,17 @@ class Auto(Drafter):
         plan = self._plan(state, guess, room)
         return _Look(text, memory, guess, better.astype(jnp.int32), plan)
 
+    def _after_look(self, state: DecodeState, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+        """What looks are worth now, f32[B], and the rounds of rest that follow, int32[B]."""
+        rows, look = state.lengths.shape, jnp.asarray(self._costs(len(state.lengths)).look)
+        before = _mean(state.draft.worth, ~state.finished)
+        worth = before + (plan.gain - before) / _LOOKS
+        rest = jnp.where(worth < look, jnp.ceil(look / _MOST_LOOKING), 0).astype(jnp.int32)
+        return jnp.broadcast_to(worth, rows), jnp.broadcast_to(rest, rows)
+
     def observe(self, draft: AutoState, verified: Verified) -> AutoState:
-        looked = _due(jnp.max(draft.idle) - 1)
-        rates = lax.cond(looked, lambda: self._judged(draft, verified), lambda: draft.rates)
+        guessed = jnp.any(draft.text.counts + draft.memory.counts > 0)
+        rates = lax.cond(guessed, lambda: self._judged(draft, verified), lambda: draft.rates)
         return draft._replace(rates=rates, own=self._own_after(draft, verified))
 
     def _judged(self, draft: AutoState, verified: Verified) -> Rates:
@@ -306,14 +334,18 @@ class Auto(Drafter):
         gains = state.draft.rates.gains(guess)[:, widths]
         speeds = jnp.sum(weights[:, None] * gains, axis=0) / costs.passes
         speeds = speeds / jnp.where(widths > 0, _MARGIN, 1.0)
-        text = jnp.minimum(guess.counts, widths[jnp.argmax(speeds)])
-        if self.draft is None:
-            return _Plan(text, jnp.bool_(False))
-        kept, took = state.draft.own.a_round()
-        gains = jnp.sum(weights * (1 + jnp.minimum(kept, room)))
-        own_speed = gains * jnp.sum(running) / jnp.sum(running * took) / _MARGIN
-        own = own_speed > jnp.max(speeds)
-        return _Plan(jnp.where(own, 0, text), own)
+        best = jnp.argmax(speeds)
+        text, speed = jnp.minimum(guess.counts, widths[best]), speeds[best]
+        own, time = jnp.bool_(False), jnp.asarray(costs.passes)[best]
+        if self.draft is not None:
+            kept, took = state.draft.own.a_round()
+            gains, took = jnp.sum(weights * (1 + jnp.minimum(kept, room))), _mean(took, running)
+            own_speed = gains / took / _MARGIN
+            own = own_speed > speed
+            text = jnp.where(own, 0, text)
+            speed, time = jnp.where(own, own_speed, speed), jnp.where(own, took, time)
+        plain = jnp.where(jnp.any(running), speeds[0], 1.0)
+        return _Plan(text, own, time * (speed / plain - 1))
 
     def _draft(
         self, params: Params, state: DecodeState, proposal: Proposal, own: jax.Array
@@ -346,11 +378,6 @@ class Auto(Drafter):
         return proposal, cache
 
 
-def _due(idle: jax.Array) -> jax.Array:
-    """Whether a batch looks for drafts after so many rounds without any, int32[] -> bool[]."""
-    return (idle < _PATIENCE) | (idle % _PAUSE == 0)
-
-
 def _weights(state: DecodeState) -> jax.Array:
     """The worth of a token of each row to the batch, f32[B]; zero in a finished row.
 
@@ -363,6 +390,11 @@ def _weights(state: DecodeState) -> jax.Array:
         return running
     left = running * (state.limits - state.lengths)
     return running * (left / jnp.maximum(jnp.max(left), 1)) ** _LAST_COUNTS
+
+
+def _mean(values: jax.Array, rows: jax.Array) -> jax.Array:
+    """The mean over some rows, f32[B], bool[B] -> f32[]; zero over none."""
+    return jnp.sum(rows * values) / jnp.maximum(jnp.sum(rows), 1)
 
 
 def _kind(match: Match) -> jax.Array:

@@ -28,12 +28,15 @@ from pallas_kernels.activations import Activation
 from pallas_kernels.cpu.sources import digest
 from pallas_kernels.settings import own_settings
 from specjax.drafting.auto import WIDTHS, Auto, Costs
+from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.qspec import QSpec
 from specjax.files.machine import CoreTimes, machine
 from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
+from specjax.speculation.drafter import Drafter
+from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Stats
 from specjax.speculation.timing import Timed, relative, seconds, verify_repeatedly
 from specjax.version import __version__
@@ -44,6 +47,8 @@ _CONTEXTS = (128, 512, 2048, 4096, 8192, 16384, 32768, 65536)
 _OWN = QSpec(WIDTHS[-1], window=512)  # drafts with the model's cheap reading
 _NEVER = 1e-30  # probability that a draft's token hardly falls below
 _TURNS = 5
+_LONG_LOOK = 0.03  # where a look takes more, rounds of rest have a loop of their own
+_NEVER_PAYS = Costs(np.array([1, *[1e9] * (len(WIDTHS) - 1)], np.float32), np.float32(1e9))
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 # Waiting for a core per second of running. Two cores: 0.1 to 0.2 alone, 0.7 beside one process
 # that wants a core, 1.6 beside two.
@@ -90,7 +95,8 @@ def settled(
     draft = drafter.draft
     if draft is None and params.quantized and activation == "a16" and _may_pay(costs):
         draft = _OWN
-    return dataclasses.replace(drafter, costs=costs, draft=draft)
+    loops = float(costs.look) > _LONG_LOOK
+    return dataclasses.replace(drafter, costs=costs, draft=draft, loops=loops)
 
 
 def settled_for_each(
@@ -224,12 +230,21 @@ def measure_costs(params: Params, at: Point) -> Costs:
 
         return partial(seconds, program, holder)
 
-    timers = [verification(width) for width in WIDTHS]
-    if params.quantized:
-        timers.append(partial(seconds, partial(_draft_repeatedly, params), holder))
-    [costs], _ = relative([timers], _TURNS)
-    draft = costs[len(WIDTHS)] / _OWN.draft_length if params.quantized else 1.0
-    return Costs(np.array(costs[: len(WIDTHS)], np.float32), np.float32(draft))
+    passes = [verification(width) for width in WIDTHS]
+    own = _OWN if params.quantized else None
+    drafts = [partial(_draft_repeatedly, params)] if own else []
+    rounds = [
+        partial(_decode_repeatedly, params, drafter=drafter)
+        for drafter in (Autoregressive(), Auto(_NEVER_PAYS, own))
+    ]
+    others = [partial(seconds, program, holder) for program in (*rounds, *drafts)]
+    [costs], _ = relative([[*passes, *others]], _TURNS)
+    plain, auto, *draft = costs[len(WIDTHS) :]
+    return Costs(
+        np.array(costs[: len(WIDTHS)], np.float32),
+        np.float32(draft[0] / _OWN.draft_length if draft else 1.0),
+        np.float32(max(auto - plain, 0)),
+    )
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -246,6 +261,25 @@ def _draft_repeatedly(params: Params, state: DecodeState, repeats: int) -> Timed
 
     carry: Timed = lax.fori_loop(0, repeats, one_draft, (state, jnp.int32(0)))
     return carry
+
+
+@partial(jax.jit, donate_argnames="state")
+@own_settings()
+def _decode_repeatedly(
+    params: Params, state: DecodeState, repeats: int, *, drafter: Drafter
+) -> Timed:
+    """Runs rounds without the layers: drafters differ in what is beside them. The state returned
+    is the one before."""
+    draft = drafter.init(params, state, width=state.tokens.shape[1])
+
+    def one_round(_: jax.Array, carry: Timed) -> Timed:
+        after, verified = step(params, carry[0], drafter, layers=())
+        return after, carry[1] + jnp.sum(verified.count)
+
+    start = dataclasses.replace(state, draft=draft), jnp.int32(0)
+    after, total = lax.fori_loop(0, repeats, one_round, start)
+    cache = after.cache.with_lengths(state.cache.lengths)
+    return dataclasses.replace(state, cache=cache, tokens=after.tokens), total
 
 
 def _may_pay(costs: Costs) -> bool:
@@ -296,20 +330,23 @@ def _read(file: Path, described: str) -> Costs | None:
     """The costs in a file; None unless it holds some for this description."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        passes, draft = [float(each) for each in found["passes"]], float(found["draft"])
+        passes = [float(each) for each in found["passes"]]
+        draft, look = float(found["draft"]), float(found["look"])
         fits = found["measured on"] == described and len(passes) == len(WIDTHS)
         old = found["busy"] and time.time() - file.stat().st_mtime > _BUSY_SECONDS
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    if old or not fits or not all(0 < each < math.inf for each in (*passes, draft)):
+    if old or not fits or not 0 <= look < math.inf:
         return None
-    return Costs(np.array(passes, np.float32), np.float32(draft))
+    if not all(0 < each < math.inf for each in (*passes, draft)):
+        return None
+    return Costs(np.array(passes, np.float32), np.float32(draft), np.float32(look))
 
 
 def _write(file: Path, described: str, costs: Costs, busy: bool) -> None:
     """Keeps costs; nothing happens where the disk takes none."""
-    measured = {"passes": costs.passes.tolist(), "draft": float(costs.draft)}
-    found = {"measured on": described, **measured, "busy": busy}
+    measured = {"draft": float(costs.draft), "look": float(costs.look)}
+    found = {"measured on": described, "passes": costs.passes.tolist(), **measured, "busy": busy}
     try:
         write_whole(file, json.dumps(found))
     except OSError:

@@ -27,9 +27,9 @@ from specjax.model.params import Params
 from specjax.model.transformer import prefill
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.logprobs import Logprobs
-from specjax.speculation.rounds import step
+from specjax.speculation.rounds import conclude, step
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState, Stats
+from specjax.speculation.state import DecodeState, Proposal, Stats
 
 
 @jax.tree_util.register_dataclass
@@ -191,15 +191,36 @@ def _first(count: int, values: jax.Array) -> jax.Array:
 
 def _decode_rows(params: Params, request: Request, rows: Rows) -> DecodeResult:
     drafter = request.drafter
-    state = lax.while_loop(
-        lambda state: ~jnp.all(state.finished),
-        lambda state: step(params, state, drafter, request.activation)[0],
-        _start_rows(params, request, rows),
-    )
+
+    def turn(state: DecodeState) -> DecodeState:
+        return _rested(params, request, step(params, state, drafter, request.activation)[0])
+
+    state = lax.while_loop(_running, turn, _start_rows(params, request, rows))
     return DecodeResult(
         state.tokens, state.lengths, state.stats, state.failed, drafter.levels(state.draft),
         state.logprobs,
     )  # fmt: skip
+
+
+def _running(state: DecodeState) -> jax.Array:
+    return ~jnp.all(state.finished)
+
+
+def _rested(params: Params, request: Request, state: DecodeState) -> DecodeState:
+    """The state after the rounds that the drafter lets pass."""
+    drafter = request.drafter
+    rounds, draft = drafter.rest(state.draft)
+    if rounds is None:
+        return state
+    nothing = Proposal(jnp.zeros((len(state.lengths), 0), jnp.int32))
+
+    def turn(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        left, state = carry
+        after = conclude(params, state, drafter, nothing, request.activation, observed=False)
+        return left - 1, after[0]
+
+    carry = rounds, dataclasses.replace(state, draft=draft)
+    return lax.while_loop(lambda carry: (carry[0] > 0) & _running(carry[1]), turn, carry)[1]
 
 
 def _start_rows(params: Params, request: Request, rows: Rows) -> DecodeState:

@@ -87,6 +87,18 @@ class Drafter(abc.ABC):
         """
         return draft
 
+    def rest(self, draft: Any) -> tuple[Int32[Array, ""] | None, Any]:
+        """Returns how many rounds `decode` makes without the drafter before the next proposal.
+
+        Args:
+          draft: the drafter's own state after a round.
+
+        Returns:
+          int32[], and the drafter's own state after those rounds. None, which is the default: never
+          any.
+        """
+        return None, draft
+
     def shared(self) -> Any:
         """Returns what the drafter keeps for all rows together, before any prompt.
 

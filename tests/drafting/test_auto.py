@@ -34,8 +34,8 @@ REPEATED = np.tile(np.array([[5, 6, 7, 8], [9, 4, 9, 3], [2, 2, 3, 2]], np.int32
 NEW = 24
 
 
-def costs(passes: list[float], draft: float) -> Costs:
-    return Costs(np.array(passes, np.float32), np.float32(draft))
+def costs(passes: list[float], draft: float, look: float = 0.0) -> Costs:
+    return Costs(np.array(passes, np.float32), np.float32(draft), np.float32(look))
 
 
 FREE, DEAR = costs([1, 1, 1, 1], 0.01), costs([1, 9, 9, 9], 9)
@@ -71,15 +71,31 @@ def test_output_is_that_of_plain_decoding(name: str, sampling: Sampling | None) 
 
 
 @pytest.mark.exhaustive
-def test_a_batch_that_drafts_nothing_looks_at_every_fourth_round() -> None:
-    drafter = CHOICES["nothing"]
+def test_a_batch_that_gains_nothing_rests_between_looks() -> None:
+    drafter = specjax.Auto(costs([1, 9, 9, 9], 9, look=0.02))
     state = start(PARAMS, REPEATED, drafter=drafter, max_new_tokens=4)
     looked = []
-    for _ in range(26):
+    for _ in range(40):
         _, state = drafter.propose(PARAMS, state)
         looked.append(bool(np.any(state.draft.text.counts)))
-    assert all(looked[:16])
-    assert [place for place in range(16, 26) if looked[place]] == [16, 20, 24]
+    first = looked.index(False)
+    assert 5 < first < 25 and all(looked[:first])
+    rests = [place for place in range(first, 40) if looked[place]]
+    assert rests == list(range(first + 4, 40, 5))  # a look in 200 rounds' time
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize(
+    "sampling", [None, Sampling(temperature=0.6, top_k=8)], ids=["greedy", "sampled"]
+)
+def test_a_rest_changes_no_output(sampling: Sampling | None, loops: bool) -> None:
+    looks_dear = dataclasses.replace(FREE, look=np.float32(9))
+    ours = decode(specjax.Auto(looks_dear, loops=loops), sampling)
+    plain = decode(specjax.Autoregressive(), sampling)
+    np.testing.assert_array_equal(ours.tokens, plain.tokens)
+    drafted = np.asarray(ours.stats.drafted)
+    assert np.all(drafted <= 7) and np.any(drafted)  # in the first round, before the long rest
+    assert np.all(np.asarray(ours.stats.rounds) >= NEW - 7)
 
 
 @pytest.mark.parametrize("dear", [True, False])
@@ -104,12 +120,13 @@ def test_every_door_drafts_by_the_measured_costs(
     assert [count == 0 for count in drafted] == [dear] * 4
 
 
-def test_a_draft_ends_the_pause() -> None:
-    state = start(PARAMS, REPEATED, drafter=CHOICES["text"], max_new_tokens=4)
-    idle = jnp.full_like(state.draft.idle, 400)
-    state = dataclasses.replace(state, draft=state.draft._replace(idle=idle))
-    proposal, state = CHOICES["text"].propose(PARAMS, state)
-    assert np.any(proposal.counts) and not np.any(state.draft.idle)
+def test_a_gain_ends_the_rests() -> None:
+    drafter = specjax.Auto(dataclasses.replace(FREE, look=np.float32(0.1)))
+    state = start(PARAMS, REPEATED, drafter=drafter, max_new_tokens=8)
+    state = dataclasses.replace(state, draft=state.draft._replace(worth=jnp.zeros(3)))
+    proposal, state = drafter.propose(PARAMS, state)
+    assert np.any(proposal.counts)
+    assert np.all(state.draft.worth > 0.1) and not np.any(state.draft.rest)
 
 
 DETERMINISTIC = {
@@ -294,6 +311,7 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
     whole = [json.loads(file.read_text()) for file in files]
     for text in ("", "[]", json.dumps(whole[0] | {"passes": [1, 2]}),
                  json.dumps(whole[0] | {"draft": float("nan")}),
+                 json.dumps(whole[0] | {"look": -1.0}),
                  json.dumps({key: value for key, value in whole[0].items() if key != "busy"}),
                  json.dumps(whole[0] | {"measured on": "another machine"})):  # fmt: skip
         for file in files:
@@ -356,7 +374,7 @@ def test_threads_wait_for_a_core_that_another_process_keeps_busy() -> None:
 def test_passes_are_timed_and_nothing_is_inside_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = calibration.measure_costs(PARAMS, calibration.Point(2))
     assert found.passes.shape == (4,) and found.passes[0] == 1
-    assert (found.passes > 0).all() and found.draft > 0
+    assert (found.passes > 0).all() and found.draft > 0 and found.look >= 0
     monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
     monkeypatch.setattr(calibration, "_measured", {})
     monkeypatch.setattr(calibration, "_of_model", {})
