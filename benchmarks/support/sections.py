@@ -139,10 +139,10 @@ BILLION = Page(
                 "`tiny-16bit` widened as below, its prompts read inside the time. Nested models "
                 "are compared with plain decoding in bfloat16. *identical*: outputs that are plain "
                 "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at "
-                "once, the GPU's on 16 cores. On the H100 nothing else ran while decoding was timed, "
-                "and each plain row in 4 bits or bfloat16 is the base of those below it. `Auto`'s "
-                "costs were measured alone in the second table of the H100, and while programs "
-                "were compiled in the first.",
+                "once, the GPU's on 16 cores. On the H100 nothing else ran while decoding was "
+                "timed, and each plain row in 4 bits or bfloat16 is the base of those below it. "
+                "`Auto`'s costs were measured alone in the second table of the H100, and while "
+                "programs were compiled in the first.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "

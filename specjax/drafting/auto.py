@@ -272,16 +272,10 @@ class Auto(Drafter):
         return jnp.broadcast_to(worth, rows), jnp.broadcast_to(rest, rows)
 
     def observe(self, draft: AutoState, verified: Verified) -> AutoState:
-        guessed = jnp.any(draft.text.counts + draft.memory.counts > 0)
-        rates = lax.cond(guessed, lambda: self._judged(draft, verified), lambda: draft.rates)
-        return draft._replace(rates=rates, own=self._own_after(draft, verified))
-
-    def _judged(self, draft: AutoState, verified: Verified) -> Rates:
-        """The rates after the tokens that came, which judge the round's guesses."""
         came, rates = verified.emitted[:, : WIDTHS[-1]], draft.rates
         for guess in (draft.text, draft.memory):
             rates = rates.judged(guess, came, verified.count)
-        return rates
+        return draft._replace(rates=rates, own=self._own_after(draft, verified))
 
     def _own_after(self, draft: AutoState, verified: Verified) -> Yields:
         drafted = (draft.source == _FROM_MODEL) & (verified.drafted > 0)
