@@ -67,11 +67,14 @@ class Costs:
     passes: f32[4], over 0, 1, 3 and 7 drafts per row; the first is 1.
     draft: f32[], a pass of the model's cheap reading over one token per row.
     look: f32[], what a round of `Auto` takes over a plain one where it drafts nothing.
+    loops: whether a look takes so long that `decode` makes rounds of rest in a loop of their own,
+        which is compiled, too. Static.
     """
 
     passes: jax.Array | np.ndarray
     draft: jax.Array | np.float32
     look: jax.Array | np.float32 = dataclasses.field(default_factory=np.float32)
+    loops: bool = jax.tree.static(default=False)
 
     def for_more(self, times: float, wide: Costs, rows: float) -> Costs:
         """The costs for `rows` times as many rows as these are for, from those for `times` as many.
@@ -154,8 +157,6 @@ class Auto(Drafter):
     memory: texts to draft from beside the row's own; rows add theirs while they are decoded. None:
         for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
         elsewhere none. Not for a model that is divided over a mesh.
-    loops: whether `decode` runs rounds of rest in a loop of their own, which takes longer to
-        compile; set where the costs are measured.
 
     Raises ValueError where `draft` or `memory` is something else.
     """
@@ -163,7 +164,6 @@ class Auto(Drafter):
     costs: Costs | None = None
     draft: LevelDrafter | None = None
     memory: SuffixMemory | None = None
-    loops: bool = jax.tree.static(default=False)
 
     def __post_init__(self) -> None:
         # JAX passes placeholders here while it unflattens the tree; skip them.
@@ -235,7 +235,7 @@ class Auto(Drafter):
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
     def rest(self, draft: AutoState) -> tuple[jax.Array | None, AutoState]:
-        if not self.loops:
+        if self.costs is None or not self.costs.loops:
             return None, draft
         return jnp.max(draft.rest), draft._replace(rest=jnp.zeros_like(draft.rest))
 

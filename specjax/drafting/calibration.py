@@ -47,7 +47,7 @@ _CONTEXTS = (128, 512, 2048, 4096, 8192, 16384, 32768, 65536)
 _OWN = QSpec(WIDTHS[-1], window=512)  # drafts with the model's cheap reading
 _NEVER = 1e-30  # probability that a draft's token hardly falls below
 _TURNS = 5
-_LONG_LOOK = 0.03  # where a look takes more, rounds of rest have a loop of their own
+_LONG_LOOK = 0.03  # for `Costs.loops`
 _NEVER_PAYS = Costs(np.array([1, *[1e9] * (len(WIDTHS) - 1)], np.float32), np.float32(1e9))
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 # Waiting for a core per second of running. Two cores: 0.1 to 0.2 alone, 0.7 beside one process
@@ -95,8 +95,7 @@ def settled(
     draft = drafter.draft
     if draft is None and params.quantized and activation == "a16" and _may_pay(costs):
         draft = _OWN
-    loops = float(costs.look) > _LONG_LOOK
-    return dataclasses.replace(drafter, costs=costs, draft=draft, loops=loops)
+    return dataclasses.replace(drafter, costs=costs, draft=draft)
 
 
 def settled_for_each(
@@ -240,11 +239,13 @@ def measure_costs(params: Params, at: Point) -> Costs:
     others = [partial(seconds, program, holder) for program in (*rounds, *drafts)]
     [costs], _ = relative([[*passes, *others]], _TURNS)
     plain, auto, *draft = costs[len(WIDTHS) :]
-    return Costs(
-        np.array(costs[: len(WIDTHS)], np.float32),
-        np.float32(draft[0] / _OWN.draft_length if draft else 1.0),
-        np.float32(max(auto - plain, 0)),
-    )
+    own_pass = draft[0] / _OWN.draft_length if draft else 1.0
+    return _costs(costs[: len(WIDTHS)], own_pass, max(auto - plain, 0))
+
+
+def _costs(passes: list[float], draft: float, look: float) -> Costs:
+    few = np.float32(draft), np.float32(look)
+    return Costs(np.array(passes, np.float32), *few, loops=look > _LONG_LOOK)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -340,7 +341,7 @@ def _read(file: Path, described: str) -> Costs | None:
         return None
     if not all(0 < each < math.inf for each in (*passes, draft)):
         return None
-    return Costs(np.array(passes, np.float32), np.float32(draft), np.float32(look))
+    return _costs(passes, draft, look)
 
 
 def _write(file: Path, described: str, costs: Costs, busy: bool) -> None:

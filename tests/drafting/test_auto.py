@@ -89,8 +89,9 @@ def test_a_batch_that_gains_nothing_rests_between_looks() -> None:
     "sampling", [None, Sampling(temperature=0.6, top_k=8)], ids=["greedy", "sampled"]
 )
 def test_a_rest_changes_no_output(sampling: Sampling | None, loops: bool) -> None:
-    looks_dear = dataclasses.replace(FREE, look=np.float32(9))
-    ours = decode(specjax.Auto(looks_dear, loops=loops), sampling)
+    ours = decode(
+        specjax.Auto(dataclasses.replace(FREE, look=np.float32(9), loops=loops)), sampling
+    )
     plain = decode(specjax.Autoregressive(), sampling)
     np.testing.assert_array_equal(ours.tokens, plain.tokens)
     drafted = np.asarray(ours.stats.drafted)
