@@ -1,4 +1,4 @@
-"""Checks the operands of accelerator matrix kernels and quantizes x for them."""
+"""Checks and parts of the operands of accelerator matrix kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activations import Activation, check_activation, quantize_activations
+from pallas_kernels.activations import Activation, check_activation
 from pallas_kernels.formats import PLANE, Int8Weight, Quantized
 from pallas_kernels.rounding import check_float
 from pallas_kernels.weight_checks import check_arrays
@@ -39,16 +39,6 @@ def check(
         raise ValueError("weight of 8 bits must have no zeros here, got some")
     check_plain_columns(weight)
     check_arrays(weight)
-
-
-def multiplicands(
-    x: jax.Array, group_size: int | None, activation: Activation
-) -> tuple[jax.Array, jax.Array]:
-    """x: [M, K] -> the matrix unit's operand, int8 or bf16[M, K], and its scales, f32[M, G]."""
-    if activation != "a16":
-        return quantize_activations(x.astype(jnp.float32), activation, group_size)
-    groups = x.shape[1] // (group_size or x.shape[1])
-    return x.astype(jnp.bfloat16), jnp.ones((x.shape[0], groups), jnp.float32)
 
 
 def by_kind(

@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.activations import Activation
+from pallas_kernels.activations import Activation, quantize_activations
 from pallas_kernels.formats import BLOCK, PLANE, Quantized, padded_inputs
 from pallas_kernels.mosaic_tpu import tiles
 from pallas_kernels.mosaic_tpu.decode import (
@@ -47,7 +47,7 @@ from pallas_kernels.mosaic_tpu.decode import (
     shift,
     storage,
 )
-from pallas_kernels.operands import check, group_parts, group_sums, multiplicands, product_dtype
+from pallas_kernels.operands import check, group_parts, group_sums, product_dtype
 from pallas_kernels.weights import Rounded
 
 Refs = dict[str, jax.Ref]  # a kernel's operands, or its scratch memory, by name
@@ -120,8 +120,11 @@ def matmul(
     """
     check(x, weight, activation, Rounded if activation == "a16" else Quantized)
     x = jnp.pad(x, ((0, 0), (0, padded_inputs(x.shape[1]) - x.shape[1])))
-    values, x_scales = multiplicands(x, weight.group_size, activation)
-    per_group = {} if activation == "a16" else {"x_scales": x_scales}
+    if activation == "a16":
+        values, per_group = x.astype(jnp.bfloat16), {}
+    else:
+        values, scales = quantize_activations(x.astype(jnp.float32), activation, weight.group_size)
+        per_group = {"x_scales": scales}
     if group_parts(weight).keys() & {"zeros", "minima"}:
         per_group["x_sums"] = group_sums(values, weight.group_size)
     if int8_products is None:

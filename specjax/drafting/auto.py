@@ -69,12 +69,14 @@ class Costs:
     look: f32[], what a round of `Auto` takes over a plain one where it drafts nothing.
     loops: whether a look takes so long that `decode` makes rounds of rest in a loop of their own,
         which is compiled, too. Static.
+    least: drafts per row that cost a pass hardly anything, so that none need be narrower. Static.
     """
 
     passes: jax.Array | np.ndarray
     draft: jax.Array | np.float32
     look: jax.Array | np.float32 = dataclasses.field(default_factory=np.float32)
     loops: bool = jax.tree.static(default=False)
+    least: int = jax.tree.static(default=0)
 
     def for_more(self, times: float, wide: Costs, rows: float) -> Costs:
         """The costs for `rows` times as many rows as these are for, from those for `times` as many.
@@ -221,7 +223,9 @@ class Auto(Drafter):
         nowhere = self._nowhere(state)
         look = lax.cond(resting, lambda: nowhere, lambda: self._look(state))
         padding = ((0, 0), (0, self.draft_length - WIDTHS[-1]))
-        proposal = Proposal(jnp.pad(look.better.tokens, padding), look.plan.text)
+        least = 0 if self.costs is None else self.costs.least
+        tokens = jnp.pad(look.better.tokens, padding)
+        proposal = Proposal(tokens, look.plan.text, least=least)
         cache = state.cache
         if self.draft is not None:
             proposal, cache = self._draft(params, state, proposal, look.plan.own)

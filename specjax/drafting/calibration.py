@@ -48,6 +48,7 @@ _OWN = QSpec(WIDTHS[-1], window=512)  # drafts with the model's cheap reading
 _NEVER = 1e-30  # probability that a draft's token hardly falls below
 _TURNS = 5
 _LONG_LOOK = 0.03  # for `Costs.loops`
+_CHEAP = 1 / 4  # of a look, for `Costs.least`: about what the choice among the widths takes
 _NEVER_PAYS = Costs(np.array([1, *[1e9] * (len(WIDTHS) - 1)], np.float32), np.float32(1e9))
 _LIKELY = 0.95  # an acceptance that the model's cheap reading may have
 # Waiting for a core per second of running. Two cores: 0.1 to 0.2 alone, 0.7 beside one process
@@ -245,7 +246,9 @@ def measure_costs(params: Params, at: Point) -> Costs:
 
 def _costs(passes: list[float], draft: float, look: float) -> Costs:
     few = np.float32(draft), np.float32(look)
-    return Costs(np.array(passes, np.float32), *few, loops=look > _LONG_LOOK)
+    cheap = [n for n, passed in zip(WIDTHS, passes, strict=True) if passed - 1 < _CHEAP * look]
+    least = max(cheap, default=0)
+    return Costs(np.array(passes, np.float32), *few, loops=look > _LONG_LOOK, least=least)
 
 
 @partial(jax.jit, donate_argnames="state")

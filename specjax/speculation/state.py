@@ -163,8 +163,7 @@ class Proposal:
         deterministically.
     parents: int32[B, N], parents[b, i] < i: the token that token i follows, -1 for the last one;
         None: a chain.
-    least: leading tokens that count in every row and round, whose passes need not be narrower.
-        Static.
+    least: tokens of the narrowest pass: so many always count, or fewer take as long. Static.
     allowed: uint32[B, N + 1, V / 32], one bit per token that may follow the last one, and each of
         these, the lowest bit first; None: every token may.
     verifiable: bool[B, N], False for tokens of a tree that are never accepted, and neither are

@@ -100,7 +100,7 @@ def _due(chosen: jax.Array, turn: _Turn) -> jax.Array:
 
 
 def _widths(n: int, least: int) -> list[int]:
-    """The widths of passes over up to n drafts, of which `least` always count."""
+    """The widths of passes over up to n drafts, at least `least`."""
     widths = [2**i - 1 for i in range(n.bit_length()) if least <= 2**i - 1 < n]
     return [*widths, n]
 

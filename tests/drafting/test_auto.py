@@ -45,6 +45,7 @@ CHOICES = {
     "text": specjax.Auto(FREE),
     "nothing": specjax.Auto(DEAR),
     "its model": specjax.Auto(OWN, specjax.QSpec(3, "a8")),
+    "one width": specjax.Auto(dataclasses.replace(OWN, least=7), specjax.QSpec(3, "a8")),
     "coarse": specjax.Auto(OWN, specjax.QSpec(5, "a4")),
     "some layers": specjax.Auto(OWN, specjax.LayerSkip((0,), 2)),
 }
@@ -320,6 +321,19 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
         times.clear()
         found(4), found(8, 5000)
         assert times == [(4, 128), (8, 498)], text
+
+
+@pytest.mark.parametrize(
+    ("look", "loops", "least"), [(0.0, False, 0), (0.01, False, 0), (0.05, True, 1), (0.2, True, 3)]
+)
+def test_programs_follow_from_measured_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: float, loops: bool, least: int
+) -> None:
+    """From those on disk too."""
+    found = calibration._costs([1, 1.01, 1.04, 1.3], 1, look)
+    calibration._write(tmp_path / "costs", "", found, busy=False)
+    for each in (found, calibration._read(tmp_path / "costs", "")):
+        assert each is not None and (each.loops, each.least) == (loops, least)
 
 
 def test_costs_of_busy_cores_hold_for_an_hour(
