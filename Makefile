@@ -7,10 +7,11 @@ GPU := .venv-gpu
 # jaxlib 0.11, which Python 3.12 and later get, refuses the second flag.
 COMPILE_QUICKLY = --xla_backend_optimization_level=0 $(shell $(BIN)/python -c \
     'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * (jaxlib.__version__ < "0.11"))')
+SANITIZERS := tests/kernels/test_sanitizers.py
 # Files with tests of these marks.
 marked = $(shell grep -lr "mark\.\($(1)\)" tests --include="*.py")
 
-.PHONY: demo chat test test-rest test-all lint docs golden install-check neon-check compile-check gpu-check clean
+.PHONY: demo chat test test-rest sanitize-check test-all lint docs golden install-check neon-check compile-check gpu-check clean
 
 demo: $(VENV)/.base
 	$(BIN)/specjax generate "Once upon a time" --draft-activation a4 --temperature 0.7 --top-p 0.9 --seed 4 --trace
@@ -35,9 +36,14 @@ test-rest: $(VENV)/.test
 	$(BIN)/python -m pytest -m "recompiled or optimized and exhaustive" \
 	    $(call marked,optimized\|recompiled)
 	XLA_FLAGS="$$XLA_FLAGS $(COMPILE_QUICKLY)" \
-	    $(BIN)/python -m pytest -m "not optimized and not recompiled and exhaustive"
+	    $(BIN)/python -m pytest -m "not optimized and not recompiled and exhaustive" \
+	    --ignore=$(SANITIZERS)
 
-test-all: test test-rest
+# Builds the C++ library with the address and undefined-behaviour sanitizers, and runs it.
+sanitize-check: $(VENV)/.test
+	$(BIN)/python -m pytest -n 0 $(SANITIZERS)
+
+test-all: test test-rest sanitize-check
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
