@@ -29,7 +29,7 @@ LONGEST = (
     "tests/serving/",
     "tests/generation/test_sampling_drafters.py",
     "tests/commands/test_kills.py",
-    "tests/kernels/test_sanitizers.py",
+    "tests/kernels/test_gpu_layers.py",
     "tests/checkpoints/test_exact.py",
     "tests/generation/test_row_bits.py",
     "tests/generation/test_constraints.py",
