@@ -284,7 +284,7 @@ def _layers(options: argparse.Namespace) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    """Prints a row per batch size: passes over 0, 1, 3 and 7 drafts, and a pass that drafts."""
+    """Prints a row per batch size: passes over 0, 1, 3 and 7 drafts, a pass that drafts, a look."""
     sizes = options.rows or [1, 8]
     if min(sizes) < 1:
         raise ValueError(f"--rows must be at least 1, got {min(sizes)}")
@@ -293,12 +293,16 @@ def _calibrate(options: argparse.Namespace) -> None:
     params = chosen_target(options).params
     found = [(rows, calibrate(params, rows, options.cache_bits, options.prompt)) for rows in sizes]
     rows = [
-        {"rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft)}
+        {
+            "rows": rows, "passes": costs.passes.tolist(), "draft": float(costs.draft),
+            "look": float(costs.look),
+        }
         for rows, costs in found
-    ]
-    header = ["rows", *(f"{width} drafts" for width in WIDTHS), "draft pass"]
+    ]  # fmt: skip
+    header = ["rows", *(f"{width} drafts" for width in WIDTHS), "draft pass", "look for drafts"]
     _print_table(header, [
-        [_number(value) for value in (row["rows"], *row["passes"], row["draft"])] for row in rows
+        [_number(value) for value in (row["rows"], *row["passes"], row["draft"], row["look"])]
+        for row in rows
     ])  # fmt: skip
     print("\nTimes in plain passes. Kept for this model, context and machine.")
     write_json(options.json, {"costs": rows})
