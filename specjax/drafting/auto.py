@@ -101,7 +101,7 @@ class Costs:
         adds, until it takes as long as a pass per token."""
         share = min(1.0, 0.05 * rows)
         passes = np.array([1 + width * share for width in WIDTHS], np.float32)
-        return cls(passes, np.float32(1.0), np.float32(0.02))
+        return cls(passes, np.float32(1.0), np.float32(0.01))
 
 
 class AutoState(NamedTuple):
