@@ -23,7 +23,8 @@ from specjax.drafting.acceptance_rates import Guess
 from specjax.drafting.auto import Costs
 from specjax.drafting.suffix import longest_match
 from specjax.files.machine import CoreTimes
-from specjax.generation.decoding import start
+from specjax.generation.decoding import _rested, start
+from specjax.generation.request import Request
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Verified
 from tests.support.covering import representatives
@@ -120,6 +121,16 @@ def test_every_door_drafts_by_the_measured_costs(
         int(specjax.decode(PARAMS, prompt, **options).stats.drafted.sum()),
     ]
     assert [count == 0 for count in drafted] == [dear] * 4
+
+
+def test_a_rest_in_a_loop_of_its_own_ends() -> None:
+    drafter = specjax.Auto(dataclasses.replace(FREE, look=np.float32(9), loops=True))
+    options = {"drafter": drafter, "max_new_tokens": NEW, "stop_tokens": ()}
+    state = start(PARAMS, REPEATED, **options)
+    state = dataclasses.replace(state, draft=state.draft._replace(rest=jnp.full(3, 5)))
+    after = _rested(PARAMS, Request.make(PARAMS, **options), state)
+    assert after.stats.generated.tolist() == [5] * 3
+    assert after.draft.rest.tolist() == [0] * 3
 
 
 def test_a_gain_ends_the_rests() -> None:
