@@ -268,7 +268,7 @@ class Auto(Drafter):
         return _Look(text, memory, guess, better.astype(jnp.int32), plan)
 
     def _after_look(self, state: DecodeState, plan: _Plan) -> tuple[jax.Array, jax.Array]:
-        """What looks are worth now, f32[B], and the rounds of rest that follow, int32[B]."""
+        """Returns the worth of looks, f32[B], and the rounds of rest that follow, int32[B]."""
         rows, look = state.lengths.shape, jnp.asarray(self._costs(len(state.lengths)).look)
         before = _mean(state.draft.worth, ~state.finished)
         worth = before + (plan.gain - before) / _LOOKS

@@ -245,10 +245,11 @@ def measure_costs(params: Params, at: Point) -> Costs:
 
 
 def _costs(passes: list[float], draft: float, look: float) -> Costs:
-    few = np.float32(draft), np.float32(look)
     cheap = [n for n, passed in zip(WIDTHS, passes, strict=True) if passed - 1 < _CHEAP * look]
-    least = max(cheap, default=0)
-    return Costs(np.array(passes, np.float32), *few, loops=look > _LONG_LOOK, least=least)
+    return Costs(
+        np.array(passes, np.float32), np.float32(draft), np.float32(look),
+        loops=look > _LONG_LOOK, least=max(cheap, default=0),
+    )  # fmt: skip
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 SHORT = "--prompts 1 --max-new-tokens 8"
 SIZES = {
     "exactness.outputs": f"{SHORT} --batch 2 --max-prompt 32 --draft-length 2 --ablation",
-    "exactness.chi_square": "--draft tiny-draft --samples 50 --rows 50 --drafters ANPD",
+    "exactness.chi_square": "--draft tiny-draft --samples 50 --rows 50 --drafters ANPD Auto",
     "memory.footprint": "--rounds 2",
     "memory.parallel": "--virtual 2 --max-new-tokens 8",
     "quality.compression": f"{SHORT} --parts greedy --sequences 8 --keep 4 --drafters ANPD",

@@ -338,7 +338,7 @@ def test_costs_are_measured_once_and_a_bad_file_is_made_anew(
     ("look", "loops", "least"), [(0.0, False, 0), (0.01, False, 0), (0.05, True, 1), (0.2, True, 3)]
 )
 def test_programs_follow_from_measured_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: float, loops: bool, least: int
+    tmp_path: Path, look: float, loops: bool, least: int
 ) -> None:
     """From those on disk too."""
     found = calibration._costs([1, 1.01, 1.04, 1.3], 1, look)
