@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     @classmethod
     def create(cls, rows: int, priors: Sequence[float]) -> Rates:
         """The rates before any draft, one per kind."""
-        tested = jnp.full((rows, len(priors)), _WEIGHT)
+        tested = jnp.full((rows, len(priors)), _WEIGHT, jnp.float32)
         return cls(tested * jnp.array(priors), tested)
 
     def of(self, kinds: Int32[Array, "B N"]) -> Float32[Array, "B N"]:
@@ -89,7 +89,7 @@ class Yields(NamedTuple):
         cls, rows: int, kept: float | Float32[Array, ""], took: float | Float32[Array, ""]
     ) -> Yields:
         """As if a few rounds had kept and taken so much each."""
-        return cls(*(jnp.full(rows, _ROUNDS * each) for each in (1.0, kept, took)))
+        return cls(*(jnp.full(rows, _ROUNDS * each, jnp.float32) for each in (1.0, kept, took)))
 
     def a_round(self) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:
         """The drafts that a round keeps, and the time that it takes. f32[B] each."""

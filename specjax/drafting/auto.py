@@ -207,7 +207,7 @@ class Auto(Drafter):
         model = None if self.draft is None else self.draft.init(params, state, width)
         rates, nowhere = Rates.create(len(zeros), _PRIORS), self._nowhere(state)
         own = self._assumed(len(zeros))
-        worth = jnp.full(len(zeros), _HOPED)
+        worth = jnp.full(len(zeros), _HOPED, jnp.float32)
         return AutoState(rates, own, nowhere.text, nowhere.memory, zeros, worth, zeros, model)
 
     def shared(self) -> SuffixMemory | None:

@@ -25,6 +25,7 @@ from specjax.drafting.suffix import longest_match
 from specjax.files.machine import CoreTimes
 from specjax.generation.decoding import _rested, start
 from specjax.generation.request import Request
+from specjax.speculation.rounds import step
 from specjax.speculation.sampling import Sampling
 from specjax.speculation.state import DecodeState, Verified
 from tests.support.covering import representatives
@@ -131,6 +132,14 @@ def test_a_rest_in_a_loop_of_its_own_ends() -> None:
     after = _rested(PARAMS, Request.make(PARAMS, **options), state)
     assert after.stats.generated.tolist() == [5] * 3
     assert after.draft.rest.tolist() == [0] * 3
+
+
+def test_a_round_gives_back_the_types_of_its_state() -> None:
+    """Rounds that are programs of their own would be compiled twice."""
+    state = start(PARAMS, REPEATED, drafter=CHOICES["its model"], max_new_tokens=8)
+    before = jax.tree.map(jax.typeof, state)
+    after, _ = step(PARAMS, state, CHOICES["its model"])
+    assert jax.tree.map(jax.typeof, after) == before
 
 
 def test_a_gain_ends_the_rests() -> None:
@@ -398,6 +407,7 @@ def test_threads_wait_for_a_core_that_another_process_keeps_busy() -> None:
 
 @pytest.mark.exhaustive
 def test_passes_are_timed_and_nothing_is_inside_jit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_host_decides", lambda: True)
     found = calibration.measure_costs(PARAMS, calibration.Point(2))
     assert found.passes.shape == (4,) and found.passes[0] == 1
     assert (found.passes > 0).all() and found.draft > 0 and found.look >= 0
