@@ -140,6 +140,6 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> Params:
     """Stands in for the model of every command."""
     params = quantized_model()
     tokenizer = WordTokenizer(params.config.vocab_size)
-    monkeypatch.setattr("specjax.load", lambda source: params)
+    monkeypatch.setattr("specjax.load", lambda source, **_: params)
     monkeypatch.setattr("specjax.load_tokenizer", lambda source: tokenizer)
     return params

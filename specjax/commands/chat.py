@@ -150,7 +150,7 @@ class _Speaker:
         if self._sampling is not None:
             key = jax.random.fold_in(self._key, self._turn)[None]
         tokens = np.array(prompt, np.int32)
-        batch.waiting.append(Waiting(self._turn, tokens, self._context, key, self._sampling))
+        batch.add(Waiting(self._turn, tokens, self._context, key, self._sampling))
         while batch.busy:
             batch.fill()
             if batch.running:

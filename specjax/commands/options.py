@@ -6,11 +6,14 @@ import argparse
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import specjax
 from specjax.checks import check_seed, shown
 from specjax.files.outputs import check_output
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 MOST = 2**31 - 1  # of any count
 _OUTPUTS = "outputs"  # where a parser keeps what its command writes
@@ -59,9 +62,12 @@ class Target(NamedTuple):
     group_size: int | None = 128
 
 
-def load_target(source: str, quantize: str | None, group_size: int | None) -> Target:
-    """Loads a model and quantizes it by a method; None: leaves it as it is."""
-    original = specjax.load(source)
+def load_target(
+    source: str, quantize: str | None, group_size: int | None, mesh: Mesh | None = None
+) -> Target:
+    """Loads a model, onto a mesh if one is given, and quantizes it by a method; None: leaves it as
+    it is."""
+    original = specjax.load(source, mesh=mesh)
     if not quantize:
         return Target(source, original, original, group_size)
     if original.quantized:

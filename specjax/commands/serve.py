@@ -7,14 +7,19 @@ import importlib.util
 import logging
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import specjax
 from specjax.checks import shown
-from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
-from specjax.commands.options import add_cache_bits, add_quantize, integer, load_target
+from specjax.commands.drafters import add_drafter
+from specjax.commands.meshes import add_mesh, join, load_on, make_mesh
+from specjax.commands.options import add_cache_bits, add_quantize, integer
+
+if TYPE_CHECKING:
+    from specjax.serving.engine import Engine
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 _KEY = "SPECJAX_API_KEY"
@@ -49,6 +54,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="time to finish; 30")
     add("--log-prompts", action="store_true", help="write prompts into the log")
     add_drafter(parser)
+    add_mesh(parser)
     parser.epilog = f"Clients must send the key in the environment variable {_KEY}, if it is set."
     parser.set_defaults(run=_serve)
 
@@ -59,20 +65,17 @@ def _serve(options: argparse.Namespace) -> None:
         raise ValueError(f"serve needs {', '.join(missing)}: pip install 'specjax[serve]'")
     _check(options)
     from specjax.serving.app import LOG, Door, make_app
-    from specjax.serving.application import make_engine
+    from specjax.serving.hosts import Leader, meet
     from specjax.serving.server import make_server
 
+    first = join(options)
+    hosts = None if first is None else meet(first)
+    if isinstance(hosts, Leader):
+        _make_engine(options).follow(hosts.calls())
+        return
     with _bound(options.host, options.port) as socket_:
-        target = load_target(options.model, options.quantize, options.group_size)
+        engine = _make_engine(options, None if hosts is None else hosts.tell)
         tokenizer = specjax.load_tokenizer(options.model)
-        drafter = make_drafter(read_drafter(options), target)
-        memory = options.cache_memory
-        engine = make_engine(
-            target.params, drafter=drafter, cache_bits=options.cache_bits, rows=options.rows,
-            context=options.context, most_bytes=None if memory is None else int(memory * 1e9),
-            queue=options.queue, prefix_bytes=int(options.prefix_memory * 1e9),
-            logprobs=options.max_logprobs,
-        )  # fmt: skip
         rows, context = engine.plan.rows, engine.plan.context
         print(f"compiling for {rows} rows of {context} tokens", flush=True)
         engine.start()
@@ -84,6 +87,23 @@ def _serve(options: argparse.Namespace) -> None:
         _show_requests(logging.getLogger(LOG))
         app = make_app(engine, tokenizer, door)
         make_server(app, engine, options.grace, ready).run([socket_])
+    if engine.gone is not None:
+        raise engine.gone
+    if hosts is not None:
+        hosts.end()
+
+
+def _make_engine(options: argparse.Namespace, told: Callable[..., None] | None = None) -> Engine:
+    from specjax.serving.application import make_engine
+
+    target, drafter = load_on(make_mesh(options), options)
+    memory = options.cache_memory
+    return make_engine(
+        target.params, drafter=drafter, cache_bits=options.cache_bits, rows=options.rows,
+        context=options.context, most_bytes=None if memory is None else int(memory * 1e9),
+        queue=options.queue, prefix_bytes=int(options.prefix_memory * 1e9),
+        logprobs=options.max_logprobs, told=told,
+    )  # fmt: skip
 
 
 def _bound(host: str, port: int) -> socket.socket:

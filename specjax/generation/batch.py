@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from specjax.checks import check_integer, shown
 from specjax.generation.batch_rows import (
@@ -56,18 +55,15 @@ class Launched(NamedTuple):
 
     rounds: their number, int32[].
     each: the gains of the first of them, in arrays [rows that run, room, …].
-    mesh: the devices.
     """
 
     rounds: jax.Array | int
     each: Gained
-    mesh: Mesh | None
 
     def gained(self) -> Gained:
         """Waits for the device. Returns what the rows gained, in arrays [rows, rounds, …]."""
         rounds = int(self.rounds)
-        whole = jax.tree.map(np.asarray, readable(self.each, self.mesh))
-        told: Gained = jax.tree.map(lambda leaf: leaf[:, :rounds], whole)
+        told: Gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, :rounds], self.each)
         return told
 
 
@@ -81,6 +77,8 @@ class Batch:
       prefixes: what prompts that begin alike share; None: every prompt is read whole.
       programs: those of rounds; None: each is compiled by its first round.
       requests: the request for each number of rows that may run; None: all rows always run.
+      told: hears of every call that others than the batch itself make, by its name and arguments,
+        before it is made: all hosts of a mesh must make the same ones.
 
     waiting: prompts that nobody has read yet. More may be appended at any time between two calls.
     running: the prompts in the rows, by row.
@@ -94,9 +92,10 @@ class Batch:
     def __init__(
         self, job: Job, rows: int, like: Waiting, prefixes: PrefixCache | None = None,
         programs: Programs | None = None, requests: Mapping[int, Request] | None = None,
+        told: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         self.job, self.prefixes, self._rows = job, prefixes, rows
-        self._programs = programs or Programs()
+        self._programs, self._told = programs or Programs(), told or (lambda *call: None)
         self.requests = requests or {rows: job.request}
         self.lacking: Scope | None = None
         self.waiting: deque[Waiting] = deque()
@@ -117,8 +116,14 @@ class Batch:
         """Whether a free row will get a prompt that must be read first."""
         return self._coming is not None or bool(self.waiting and len(self.running) < self._rows)
 
+    def add(self, prompt: Waiting) -> None:
+        """Takes a prompt, which waits for a row."""
+        self._told("add", prompt)
+        self.waiting.append(prompt)
+
     def fill(self) -> None:
         """Reads a few chunks of the next prompts, and puts what has been read into free rows."""
+        self._told("fill")
         for _ in range(_CHUNKS * (self._rows - len(self.running))):
             if self._coming is None:
                 if not self.waiting or len(self.running) == self._rows:
@@ -154,6 +159,7 @@ class Batch:
     def launch(self, limit: int, room: int) -> Launched:
         """Begins to run rounds as `steps` does, and does not wait for the device: all that is done
         to the batch from now on is done after them."""
+        self._told("launch", limit, room)
         self._close_gaps()
         wanted = self._scope()
         scope, ahead = self._programs.least(wanted), self._programs.ahead
@@ -167,21 +173,26 @@ class Batch:
                 )
                 gained = Gained.of(verified)
                 gained = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], gained)
-                return state, Launched(1, gained, params.mesh)
+                return state, Launched(1, gained)
             state, rounds, gained = ahead.run(
                 run_rounds, params, request, state, np.int32(limit), told=room, rows=scope.rows
             )
-            return state, Launched(rounds, gained, params.mesh)
+            return state, Launched(rounds, readable(gained, params.mesh) if room else gained)
 
         return self._advance(run, scope.kind)
 
     def finished(self) -> list[int]:
         """The rows whose prompts are finished, or cannot go on."""
+        self._told("finished")
+        return self._finished()
+
+    def _finished(self) -> list[int]:
         finished = np.asarray(readable(self.state.finished, self.job.params.mesh))
         return [row for row in self.running if finished[row] or self._error(row)]
 
     def take(self, row: int, end: int | None = None) -> Completion:
         """Frees a row. Returns what it holds, or its first `end` tokens."""
+        self._told("take", row, end)
         completion = completed(self.job.params, self.job.request, self.state, row, end)
         error = self._error(row)
         if error is not None:
@@ -191,6 +202,7 @@ class Batch:
 
     def drop(self, number: int) -> None:
         """Forgets a prompt that waits, is being read, or is in a row. An unknown number is none."""
+        self._told("drop", number)
         self.waiting = deque(prompt for prompt in self.waiting if prompt.number != number)
         self.echoed.pop(number, None)
         if self._coming is not None and self._coming.prompt.number == number:
@@ -206,7 +218,7 @@ class Batch:
                 int(np.asarray(state.cache.lengths)[row]),
             )
             self.prefixes.keep_row(state.cache, row, tokens[:cached])
-        if row not in self.finished() or self._error(row) is not None:
+        if row not in self._finished() or self._error(row) is not None:
             self.state = end_row(self.state, np.int32(row), self.job.params.mesh)
         del self.running[row]
         self._guides.pop(row, None)
@@ -326,8 +338,9 @@ def empty_batch(
     sampling: Sampling | None = None,
     prefixes: PrefixCache | None = None,
     programs: Programs | None = None,
+    told: Callable[..., None] | None = None,
 ) -> Batch:
-    """Returns a batch without prompts; they are appended to its `waiting` as they come.
+    """Returns a batch without prompts; they are added as they come.
 
     Args:
       params: the model.
@@ -336,7 +349,8 @@ def empty_batch(
       rows: prompts decoded at a time.
       context: tokens of a prompt and its output, at most.
       sampling: in arrays [1], of fields like every prompt's; None: all are decoded greedily.
-      prefixes, programs: as in `Batch`. One device runs no more rows than a power of two needs.
+      prefixes, programs, told: as in `Batch`. One device runs no more rows than a power of two
+        needs.
 
     Raises ValueError where the rows do not fit the model or the memory.
     """
@@ -346,7 +360,7 @@ def empty_batch(
     key = None if sampling is None else jax.random.key(0)[None]
     like = Waiting(-1, np.zeros(1, np.int32), 2, key, sampling)
     job = Job(params, requests[rows], context - 1)
-    return Batch(job, rows, like, prefixes, programs, requests)
+    return Batch(job, rows, like, prefixes, programs, requests, told)
 
 
 def _powers_below(rows: int) -> list[int]:

@@ -192,10 +192,18 @@ def _scored_chunk(
     activation: Activation,
     k: int,
 ) -> tuple[Logprobs, KVCache]:
-    """`_chunk`, and the log-probabilities of the tokens that follow each place, on one device."""
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-    logits, cache = forward(params, tokens, positions, cache, activation=activation)
-    return score_emitted(logits, following, k), cache
+    """`_chunk`, and the log-probabilities of the tokens that follow each place."""
+
+    def read(
+        params: Params, tokens: jax.Array, following: jax.Array, cache: KVCache
+    ) -> tuple[Logprobs, KVCache]:
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        logits, cache = forward(params, tokens, positions, cache, activation=activation)
+        return score_emitted(logits, following, k), cache
+
+    return on_mesh(
+        read, params.mesh, (params,), (tokens, following, cache), out=(P(), row_specs(cache))
+    )
 
 
 def admit(

@@ -3,8 +3,11 @@ others run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from specjax.generation.request import Request
 from specjax.generation.text import ToolTokenizer
+from specjax.model.parallel import check_rows
 from specjax.model.params import Params
 from specjax.serving.app import Door, make_app
 from specjax.serving.engine import Engine
@@ -59,9 +62,10 @@ def make_engine(
     queue: int = 64,
     prefix_bytes: int = 2**28,
     logprobs: int = 20,
+    told: Callable[..., None] | None = None,
 ) -> Engine:
-    """Returns an engine that has not started. The arguments are those of `application` and of
-    `make_plan`, which says what is raised."""
+    """Returns an engine that has not started. The arguments are those of `application`, of
+    `make_plan`, which says what is raised, and of `Engine`."""
     request = Request.make(
         params, drafter=drafter, cache_bits=cache_bits, constrained=grammars_possible(params)
     )
@@ -69,4 +73,5 @@ def make_engine(
         params.config, request, rows=rows, context=context, most_bytes=most_bytes, queue=queue,
         prefix_bytes=prefix_bytes, logprobs=logprobs,
     )  # fmt: skip
-    return Engine(params, request, plan, Metrics())
+    check_rows(params.mesh, plan.rows)
+    return Engine(params, request, plan, Metrics(), told)

@@ -13,11 +13,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -30,17 +30,15 @@ from specjax.generation.prefix_cache import PrefixCache
 from specjax.generation.programs import Programs, shapes_of
 from specjax.generation.request import Request
 from specjax.model.params import Params
-from specjax.model.transformer import CHUNK
 from specjax.serving.asks import Ask, Finish, Piece, Plan, arrays_of
 from specjax.serving.compiler import Compiler
-from specjax.serving.errors import Busy, Ending
+from specjax.serving.errors import Busy, Ending, HostGoneError
 from specjax.serving.metrics import Metrics
-from specjax.speculation.first_rows import move_row
+from specjax.serving.warm_up import MOST_ROUNDS, warm_up
 from specjax.speculation.sampling import Sampling
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 16  # that the device runs before the host looks
 # Seconds of them: where somebody waits for each token, where a row is free, and else.
 _MOMENT, _SHORT_MOMENT, _LONG_MOMENT = 0.05, 0.015, 0.25
 
@@ -61,18 +59,25 @@ class Engine:
       request: the drafter and the other options of all outputs.
       plan: what there is room for.
       metrics: is told what happens.
+      told: hears what is done to the rows, as `Batch` tells it, and "renew" where all are given up.
+
+    gone: the error that ended the engine, where another host of the mesh is gone.
 
     Raises ValueError where the plan does not fit the model or the memory.
     """
 
-    def __init__(self, params: Params, request: Request, plan: Plan, metrics: Metrics) -> None:
+    def __init__(
+        self, params: Params, request: Request, plan: Plan, metrics: Metrics,
+        told: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.metrics, self.params = plan, metrics, params
+        self._told, self.gone = told, cast(HostGoneError | None, None)
         self._request = dataclasses.replace(request, logprobs=plan.logprobs)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()
         self._lock, self._asked = threading.Lock(), 0
         self._draining = self._ended = False
-        self._programs, self._held = Programs(_MOST_ROUNDS), list[Waiting]()
+        self._programs, self._held = Programs(MOST_ROUNDS), list[Waiting]()
         self._compiler = Compiler(self._compile, self._compiled)
         self._pace = _MOMENT  # seconds of a round
         self._moment: _Moment | None = None
@@ -133,16 +138,25 @@ class Engine:
         plain, one_device = Sampling(), self.params.mesh is None
         if one_device:
             self._compile(self._every(guided=False))
-        self._warm_up(Sampling(presence_penalty=1.0), True)
+        warm_up(self._batch, self.plan.context, Sampling(presence_penalty=1.0), scored=True)
         if not one_device:  # the others of a divided model's programs are not compiled beside it
             for sampling, scored in ((plain, True), (plain, False), (None, False)):
-                self._warm_up(sampling, scored)
+                warm_up(self._batch, self.plan.context, sampling, scored)
         self._renew()
         self._thread.start()
         self._compiler.start()
         if one_device:
             for kind in (Kind.DRAWN, Kind.GREEDY):  # what one client alone is likely to ask for
                 self._compiler.ask(Scope(1, kind))
+
+    def follow(self, calls: Iterable[Sequence[Any]]) -> None:
+        """Does to its own rows what the first host's engine does, instead of serving."""
+        for name, *arguments in calls:
+            if name == "renew":
+                self._renew()
+            else:
+                getattr(self._batch, name)(*arguments)
+            self._batch.echoed.clear()  # nobody asks here
 
     def submit(self, asks: Sequence[Ask]) -> list[int]:
         """Takes outputs to make, all or none. Returns the numbers by which to cancel them.
@@ -184,8 +198,12 @@ class Engine:
             while not self._ended:
                 try:
                     self._turn()
+                except HostGoneError:
+                    raise
                 except Exception as error:
                     self._recover(error)
+        except HostGoneError as gone:
+            self.gone, self._moment = gone, None
         finally:
             self.drain()
             while not self._inbox.empty():
@@ -229,7 +247,7 @@ class Engine:
 
     def _begin_moment(self) -> _Moment:
         """Begins to run rounds, and does not wait for them."""
-        launched = self._batch.launch(self._most_rounds(), _MOST_ROUNDS)
+        launched = self._batch.launch(self._most_rounds(), MOST_ROUNDS)
         if self._batch.lacking is not None:
             self._compiler.ask(self._batch.lacking)
         return _Moment(launched, dict(self._batch.running), time.perf_counter())
@@ -243,7 +261,7 @@ class Engine:
         moment = _LONG_MOMENT if not watched else _MOMENT
         if len(running) < self.plan.rows:
             moment = _SHORT_MOMENT
-        return min(_MOST_ROUNDS, max(1, int(moment / self._pace)))
+        return min(MOST_ROUNDS, max(1, int(moment / self._pace)))
 
     def _tell(self, number: int, gained: Gained, completion: Completion | None) -> None:
         """Sends what one output gained in some rounds, in arrays [rounds, …], up to its end."""
@@ -276,7 +294,7 @@ class Engine:
         prompt = ask.waiting(number)
         every = self._every(guided=True)
         if ask.guide is None or self._programs.have(every):
-            self._batch.waiting.append(prompt)
+            self._batch.add(prompt)
             return
         if not self._held:
             self._compiler.ask_again(every)
@@ -304,7 +322,9 @@ class Engine:
 
     def _release(self) -> None:
         """Lets the outputs with a grammar wait for rows, like the others."""
-        self._batch.waiting.extend(each for each in self._held if each.number in self._open)
+        for prompt in self._held:
+            if prompt.number in self._open:
+                self._batch.add(prompt)
         self._held = []
 
     def _cancel(self, number: int) -> None:
@@ -335,6 +355,8 @@ class Engine:
 
     def _renew(self) -> None:
         """Begins with rows that hold nothing, once the memory of the old ones is free."""
+        if self._told is not None:
+            self._told("renew")
         self._moment = None
         for leaf in jax.tree.leaves(self._batch.state.cache):
             leaf.delete()
@@ -348,32 +370,5 @@ class Engine:
         return empty_batch(
             self.params, self._request, plan.rows, plan.context,
             sampling=arrays_of(Sampling()), prefixes=prefixes, programs=self._programs,
+            told=self._told,
         )  # fmt: skip
-
-    def _warm_up(self, sampling: Sampling | None, scored: bool) -> None:
-        """Runs everything once: a chunk that is read, one that an output fills, one that is found,
-        a prompt that is scored, an output that is given up, and a row that moves."""
-        if len(self._batch.requests) > 1:
-            self._batch.state = move_row(self._batch.state, np.int32(1), np.int32(0))
-        lengths = [CHUNK, 2 * CHUNK + 2, 2 * CHUNK + 2, CHUNK, 2]
-        scoring, given_up = len(lengths) - 2, len(lengths) - 1
-        for number, length in enumerate(lengths):
-            text = int(number == 0)  # the first has nothing in common with the others
-            tokens = np.full(min(length, self.plan.context - 2), text, np.int32)
-            echoed = scored and number == scoring
-            ask = Ask(
-                tokens, 2, sampling, 2**32 - 1, (0, 1), scored, echoed, None, frozenset(), _ignore
-            )
-            self._batch.waiting.append(ask.waiting(number))
-        while self._batch.busy:
-            self._batch.fill()
-            if any(prompt.number == given_up for prompt in self._batch.running.values()):
-                self._batch.drop(given_up)
-            elif self._batch.running:
-                self._batch.steps(1, _MOST_ROUNDS)
-                for row in self._batch.finished():
-                    self._batch.take(row)
-
-
-def _ignore(_: Piece) -> None:
-    """Nobody hears of outputs that are made before the start."""

@@ -45,6 +45,10 @@ class Ending(Refused):
         )  # fmt: skip
 
 
+class HostGoneError(OSError):
+    """Another host of the mesh cannot be reached: nothing can be decoded any more."""
+
+
 _TYPES = {
     401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
     500: "server_error", 503: "server_error",

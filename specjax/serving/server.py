@@ -76,6 +76,12 @@ class Server(uvicorn.Server):
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._end)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ends where the engine has ended by itself."""
+        if self._engine.gone is not None and self._ending is None:
+            self._end()
+        return await super().on_tick(counter)
+
     def _end(self) -> None:
         if self._ending is None:
             self._engine.drain()

@@ -412,7 +412,7 @@ def test_trace_leaves_stop_tokens_out(llama, capsys, monkeypatch) -> None:
     stop = int(words[9][1:])
     config = dataclasses.replace(llama.config, stop_tokens=(stop,))
     stopping = dataclasses.replace(llama, config=config)
-    monkeypatch.setattr("specjax.load", lambda source: stopping)
+    monkeypatch.setattr("specjax.load", lambda source, **_: stopping)
     assert main(command) == 0
     traced = capsys.readouterr().out.rsplit("\n\n", 1)[0]
     assert _kept(traced).split() == words[: words.index(f"w{stop}")]

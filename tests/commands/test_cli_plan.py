@@ -93,7 +93,7 @@ def test_plan_calibrate(tmp_path, monkeypatch, capsys) -> None:
     assert "--rows must be at least 1, got 0" in capsys.readouterr().err
     monkeypatch.setattr(calibration, "_LEAST_BYTES", 0)
     params = specjax.load("tiny")
-    monkeypatch.setattr(specjax, "load", lambda source: params)
+    monkeypatch.setattr(specjax, "load", lambda source, **_: params)
     assert main(command) == 0
     (costs,) = json.loads(target.read_text())["costs"]
     kept = calibration.costs_of(params, 2)

@@ -65,9 +65,7 @@ def batch_of(drafter: specjax.Drafter, params: specjax.Params = PARAMS, **option
     batch = empty_batch(params, request, 4, 128)
     for number, (prompt, new) in enumerate(zip(PROMPTS, NEW, strict=True)):
         tokens = np.array(prompt, np.int32)
-        batch.waiting.append(
-            Waiting(number, tokens, len(prompt) + new, None, None, kind=Kind.GREEDY)
-        )
+        batch.add(Waiting(number, tokens, len(prompt) + new, None, None, kind=Kind.GREEDY))
     return batch
 
 

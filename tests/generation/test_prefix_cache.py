@@ -75,7 +75,7 @@ def test_entries_of_an_output_have_the_bits_of_reading_it(params, drafter) -> No
     request = Request.make(params, drafter=drafter, stop_tokens=())
     prefixes = PrefixCache(outputs=True)
     batch = empty_batch(params, request, 2, CONTEXT, prefixes=prefixes)
-    batch.waiting.append(Waiting(0, LONG[:100], 280, None, None))
+    batch.add(Waiting(0, LONG[:100], 280, None, None))
     while batch.busy:
         batch.fill()
         if batch.running:
