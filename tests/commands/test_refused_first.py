@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     (tmp_path / "folder").mkdir()
 
-    def load(_: object) -> None:
+    def load(_: object, **options: object) -> None:
         raise AssertionError("the work has begun")
 
     monkeypatch.setattr("specjax.load", load)
@@ -89,7 +89,7 @@ def test_outputs_and_texts(folder: Path, command: str, message: str, capsys) -> 
     ],
 )
 def test_memory_that_runs_out(error: Exception, folder: Path, monkeypatch, capsys) -> None:
-    def load(_: object) -> None:
+    def load(_: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr("specjax.load", load)

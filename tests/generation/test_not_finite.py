@@ -162,7 +162,7 @@ def test_one_value_is_enough(value: float) -> None:
 def test_the_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("specjax.load", lambda source: HUGE)
+    monkeypatch.setattr("specjax.load", lambda source, **_: HUGE)
     monkeypatch.setattr("specjax.load_tokenizer", lambda source: WordTokenizer(CONFIG.vocab_size))
     command = ["generate", "w5 w6 w7", "--drafter", "prompt-lookup", "--max-new-tokens", "8"]
     assert main(command) == 1
