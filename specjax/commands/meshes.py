@@ -51,7 +51,7 @@ def join(options: argparse.Namespace) -> str | None:
         options.coordinator, options.processes, options.process,
         heartbeat_timeout_seconds=_HEARTBEAT,
     )  # fmt: skip
-    return str(host).strip("[]")
+    return str(host)
 
 
 def make_mesh(options: argparse.Namespace) -> Mesh | None:
@@ -79,6 +79,7 @@ def load_on(mesh: Mesh | None, options: argparse.Namespace) -> tuple[Target, spe
     def divided(value: object) -> object:
         return specjax.parallel.shard(value, mesh) if isinstance(value, Params) else value
 
-    is_model = lambda value: isinstance(value, Params)  # noqa: E731
-    params, drafter = jax.tree.map(divided, (target.params, drafter), is_leaf=is_model)
+    params, drafter = jax.tree.map(
+        divided, (target.params, drafter), is_leaf=lambda value: isinstance(value, Params)
+    )
     return target._replace(params=params), drafter

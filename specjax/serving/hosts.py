@@ -41,13 +41,13 @@ class Followers:
         """Has all of them make a call. Raises HostGoneError where one cannot be reached."""
         values = [_written(each) if isinstance(each, Waiting) else each for each in arguments]
         call = json.dumps([name, *values]).encode()
-        for number, connection in enumerate(self._connections, 1):
+        for connection in self._connections:
             try:
                 if connection.poll():  # they never answer: it is the end of the connection
                     raise EOFError
                 connection.send_bytes(call)
             except (OSError, EOFError):
-                raise HostGoneError(f"host {number} of the mesh is gone: the server ends") from None
+                raise HostGoneError("another host of the mesh is gone: the server ends") from None
 
     def end(self) -> None:
         """Lets all of them end in order."""

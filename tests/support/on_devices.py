@@ -5,6 +5,7 @@ python -m tests.support.on_devices
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import queue
@@ -22,6 +23,8 @@ import numpy as np
 import specjax
 from benchmarks.memory.parallel import collectives, device_bytes
 from checkpoints_tools.quantization import quantize
+from specjax.commands import serve
+from specjax.commands.meshes import load_on, make_mesh
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.scoring import score_tokens
 from specjax.generation.decoding import start
@@ -205,6 +208,19 @@ def served() -> None:
     engine.stop()
 
 
+def commands() -> None:
+    """A model that a command casts for its drafter is divided afterwards, and so is the cast."""
+    commands = argparse.ArgumentParser()
+    serve.add(commands.add_subparsers())
+    cast = ["--quantize", "rtn", "--drafter", "draft-model", "--draft", "mxfp4"]
+    options = commands.parse_args(["serve", "tiny-16bit", "--tensor", "2", *cast])
+    one, many = (load_on(where, options) for where in (None, make_mesh(options)))
+    assert dict(many[0].params.mesh.shape) == {"data": 1, "tensor": 2}
+    _same(
+        *(specjax.decode(t.params, PROMPTS, max_new_tokens=NEW, drafter=d) for t, d in (one, many))
+    )
+
+
 def likelihoods() -> None:
     """Likelihoods of given text are the same, in chunks and in one pass, with a quantized cache."""
     divided = shard(RTN, mesh(2, 4))
@@ -308,6 +324,7 @@ CASES: dict[str, Callable[[], None]] = {
     "rounds one by one": rounds_one_by_one,
     "many prompts": many_prompts,
     "served": served,
+    "commands": commands,
     "likelihoods": likelihoods,
     "bytes per device": bytes_per_device,
     "nothing gathers weights": nothing_gathers_weights,
