@@ -64,8 +64,8 @@ def make_mesh(options: argparse.Namespace) -> Mesh | None:
 def load_on(mesh: Mesh | None, options: argparse.Namespace) -> tuple[Target, specjax.Drafter]:
     """The model and the drafter that the options name, divided over the mesh.
 
-    What quantizes or casts a model holds it whole first, on every host. Raises as `load_target` and
-    `make_drafter`.
+    A model that is quantized or cast is held whole first, on every host. Raises what `load_target`
+    and `make_drafter` raise.
     """
     chosen = read_drafter(options)
     whole = mesh is None or options.quantize is not None or bool(chosen.draft)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -71,7 +71,8 @@ class Engine:
         told: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.metrics, self.params = plan, metrics, params
-        self._told, self.gone = told, cast(HostGoneError | None, None)
+        self._told = told
+        self.gone: HostGoneError | None = None
         self._request = dataclasses.replace(request, logprobs=plan.logprobs)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()

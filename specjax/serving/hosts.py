@@ -3,7 +3,7 @@
 Every host must run the same programs on its devices in the same order. The first host alone hears
 clients and decides; it tells the others each call that it makes to its rows (`Batch`), and they
 make the same. What they are told is JSON, over connections with a key that JAX's own runtime has
-carried to them. Nothing that is told is ever executed.
+carried to them. No other call is made, whatever they are told.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def meet(host: str) -> Followers | Leader:
 
 
 def _invitation(key: bytes, port: int) -> np.ndarray:
-    """A key and a port, uint8[34]; zeros where there is no key."""
+    """A key and a port, uint8[34]. A process that knows neither gives zeros."""
     return np.frombuffer(key.ljust(_KEY_BYTES, b"\0") + port.to_bytes(_PORT_BYTES, "big"), np.uint8)
 
 

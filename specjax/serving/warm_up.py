@@ -1,4 +1,4 @@
-"""What an engine runs before it serves: everything once, so that no client waits for a compiler."""
+"""An engine runs everything once before it serves, so that no client waits for a compiler."""
 
 from __future__ import annotations
 
