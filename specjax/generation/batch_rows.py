@@ -26,7 +26,15 @@ from specjax.generation.kinds import Kind
 from specjax.generation.request import Request
 from specjax.generation.rows import Rows
 from specjax.model.kv_cache import KVCache
-from specjax.model.parallel import ROWS, blank_rows, everywhere, on_mesh, own_row, row_specs
+from specjax.model.parallel import (
+    ROWS,
+    blank_rows,
+    bound,
+    everywhere,
+    on_mesh,
+    own_row,
+    row_specs,
+)
 from specjax.model.params import Params
 from specjax.model.transformer import CHUNK, forward
 from specjax.speculation.drafter import Drafter
@@ -358,4 +366,4 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
         )
         return finished
 
-    return blank_rows(state, job.params.mesh)
+    return bound(job.params, blank_rows(state, job.params.mesh))

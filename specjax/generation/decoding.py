@@ -22,7 +22,7 @@ from specjax.generation.prompts import Prompt
 from specjax.generation.request import Options, Request
 from specjax.generation.rows import Rows, bucketed, fitted, prompt_rows
 from specjax.model.kv_cache import KVCache
-from specjax.model.parallel import ROWS, on_mesh, readable
+from specjax.model.parallel import ROWS, bound, on_mesh, readable
 from specjax.model.params import Params
 from specjax.model.transformer import prefill
 from specjax.speculation.drafter import Drafter
@@ -153,7 +153,7 @@ def start_request(
     """
     wide, rows = bucketed(params, request, prompt_rows(params, request, prompt, None, key))
     state: DecodeState = kept(_start, params, wide, rows)(params, wide, rows)
-    return wide.drafter, state
+    return wide.drafter, bound(params, state)
 
 
 @jax.jit

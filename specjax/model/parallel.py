@@ -264,6 +264,19 @@ def blank_rows(build: Callable[[], T], mesh: Mesh | None) -> T:
     return blanks
 
 
+def bound(params: Params, tree: T) -> T:
+    """Binds arrays to the device of a model, as the results of every program over it may be.
+
+    JAX compiles a program anew for arrays that are bound to their device, so one whose results are
+    its next arguments would be compiled twice.
+    """
+    devices = params.final_norm.devices()
+    if params.mesh is not None or len(devices) > 1:
+        return tree
+    there: T = jax.device_put(tree, next(iter(devices)))
+    return there
+
+
 def readable(tree: T, mesh: Mesh | None) -> T:
     """Returns the same arrays, whole in every process."""
     if mesh is None or not mesh.is_multi_process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.generation.batch_rows import run_rounds
+from specjax.generation.batch_rows import run_round, run_rounds
 from specjax.generation.decoding import _decode
 from specjax.generation.rows import bucket
 from tests.support.covering import left_out
@@ -89,6 +90,19 @@ def test_queues_of_like_prompts_are_one_program() -> None:
         prompts = random_prompts(lengths, CONFIG.vocab_size)
         specjax.decode_many(PARAMS, prompts, rows=2, max_new_tokens=new, **PLAIN)
     assert run_rounds._cache_size() == 1
+
+
+def test_a_round_is_compiled_once_for_a_model_that_is_bound_to_its_device(nothing_kept) -> None:
+    """JAX binds what it reads from a checkpoint, and the results of programs over it."""
+    norm = jax.device_put(PARAMS.final_norm, jax.devices()[0])
+    params = dataclasses.replace(PARAMS, final_norm=norm)
+    for program, run in (
+        (run_round, lambda: list(specjax.stream(params, [3, 4], max_new_tokens=3, **PLAIN))),
+        (run_rounds, lambda: specjax.decode_many(params, [[3], [4]], rows=1, **PLAIN)),
+    ):
+        program.clear_cache()
+        run()
+        assert program._cache_size() == 1
 
 
 @pytest.mark.parametrize("drafter", [specjax.QSpec(3), left_out(specjax.NGram(2))], ids=repr)
