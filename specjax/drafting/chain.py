@@ -23,7 +23,7 @@ from specjax.model.params import Params, check_is_params
 from specjax.model.transformer import forward, prefill_in_chunks
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.penalties import Earlier
-from specjax.speculation.sampling import draw, greedy, probabilities
+from specjax.speculation.sampling import draw, greedy, probabilities, uniform_pairs
 from specjax.speculation.state import DecodeState, Proposal, Verified
 from specjax.speculation.verification import fit_vocabulary, score
 
@@ -290,6 +290,6 @@ def _choose(
     else:
         keys = jax.vmap(jax.random.fold_in, (0, None))(state.round_keys(purpose=0), chain.drafted)
     distribution = probabilities(logits, state.sampling, chain.earlier)
-    token = draw(keys, distribution)
+    token = draw(uniform_pairs(keys), distribution)
     probability = jnp.take_along_axis(distribution, token[:, None], axis=1)[:, 0]
     return token, distribution, probability

@@ -53,16 +53,15 @@ def rejection_sample(
       accepted + 1 tokens are the row's next ones.
     """
     n = proposed.shape[1]
-    keys = jax.vmap(jax.random.split)(keys)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(keys[:, 0])
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n + 2,)))(keys)
     chosen = proposed[..., None]
     p = jnp.take_along_axis(target[:, :n], chosen, axis=-1)[..., 0]
     q = jnp.take_along_axis(draft, chosen, axis=-1)[..., 0]
-    accepted = _leading((uniform * q < p) & counted(proposed, drafted))
+    accepted = _leading((uniform[:, :n] * q < p) & counted(proposed, drafted))
     rejected = accepted < drafted
     q_there = jnp.where(rejected[:, None], _at(draft, accepted), 0)
     residual = _remainder(_at(target, accepted), q_there)
-    replacement = draw(keys[:, 1], residual)
+    replacement = draw(uniform[:, n:], residual)
     last = jnp.arange(n + 1) == accepted[:, None]
     padded = jnp.pad(proposed, ((0, 0), (0, 1)))
     return accepted, jnp.where(last, replacement[:, None], padded)
@@ -121,8 +120,7 @@ def sample_path(
       int32[B, N + 1], whose first accepted + 1 tokens are the row's next ones.
     """
     rows, n = proposed.shape
-    keys = jax.vmap(jax.random.split)(keys)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,)))(keys[:, 0])
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n + 2,)))(keys)
 
     def consider(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Returns the last node kept, int32[B], and p of its children, f32[B, V], after node i."""
@@ -144,7 +142,7 @@ def sample_path(
     emitted = jnp.take_along_axis(proposed, jnp.maximum(nodes, 0), axis=1)
     emitted = jnp.pad(emitted, ((0, 0), (0, 1)))
     last = jnp.arange(n + 1) == accepted[:, None]
-    return accepted, nodes, jnp.where(last, draw(keys[:, 1], p)[:, None], emitted)
+    return accepted, nodes, jnp.where(last, draw(uniform[:, n:], p)[:, None], emitted)
 
 
 def _path(paths: jax.Array, node: jax.Array) -> jax.Array:

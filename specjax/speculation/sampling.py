@@ -256,14 +256,27 @@ def _count_before(flags: jax.Array) -> jax.Array:
     return before.reshape(*flags.shape[:-1], -1)[..., : flags.shape[-1]]
 
 
-def draw(keys: Key[Array, " B"], distribution: Float32[Array, "B V"]) -> Int32[Array, " B"]:
-    """Draws one token per row, each with its own key. keys: [B], f32[B, V] -> int32[B].
+def uniform_pairs(keys: Key[Array, " B"]) -> Float32[Array, "B 2"]:
+    """Returns two random numbers per key, in [0, 1), for `draw`. keys: [B] -> f32[B, 2].
+
+    The keys come from `jax.random.fold_in` and serve nothing else. Such a key of Threefry is a hash
+    already, as random as the bits that it would seed: to hash it again would take XLA:CPU ten more
+    kernels.
+    """
+    if str(jax.random.key_impl(keys)) == "threefry2x32":
+        bits = jax.random.key_data(keys)
+    else:
+        bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def draw(uniform: Float32[Array, "B 2"], distribution: Float32[Array, "B V"]) -> Int32[Array, " B"]:
+    """Draws one token per row. f32[B, 2] in [0, 1), f32[B, V] -> int32[B].
 
     Weights need not sum to 1. A token of weight 0 is never drawn. A block of tokens is drawn
     first, then one of its tokens: two random numbers instead of one per token.
     """
     blocks = _blocks(distribution, 0)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     block = _pick(row_sum(blocks)[..., 0], uniform[:, :1])
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return block * BLOCK + _pick(inside, uniform[:, 1:])

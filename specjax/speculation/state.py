@@ -14,7 +14,8 @@ from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.penalties import NOTHING, Earlier, count_tokens
 from specjax.speculation.sampling import Sampling
 
-_PLACES = 2**31 - 2  # no round's number
+_ROUNDS = 2**31  # numbers of rounds begin here, behind those of places
+_PURPOSES = 2  # keys per round
 
 
 @jax.tree_util.register_dataclass
@@ -133,10 +134,14 @@ class DecodeState:
         return Earlier(seen, counts)
 
     def round_keys(self, purpose: int) -> Key[Array, " B"]:
-        """Returns the keys of this round, [B]. A row's key depends only on its own history."""
+        """Returns the keys of this round, [B], for purpose 0 or 1.
+
+        A row's key depends only on its own history.
+        """
         assert self.keys is not None
-        fold = jax.vmap(jax.random.fold_in)
-        return fold(fold(self.keys, self.stats.rounds), jnp.full_like(self.stats.rounds, purpose))
+        rounds = self.stats.rounds.astype(jnp.uint32)
+        numbers = rounds * _PURPOSES + jnp.uint32(_ROUNDS + purpose)
+        return jax.vmap(jax.random.fold_in)(self.keys, numbers)
 
     def place_keys(self, ahead: Int32[Array, "B P"]) -> Key[Array, "B P"]:
         """Returns the keys of places so many tokens past the next one. int32[B, P] -> keys[B, P].
@@ -145,9 +150,7 @@ class DecodeState:
         """
         assert self.keys is not None
         places = self.stats.generated[:, None] + ahead
-        fold = jax.vmap(jax.random.fold_in)
-        own = fold(self.keys, jnp.full_like(self.stats.generated, _PLACES))
-        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
+        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(self.keys, places)
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32
 
 from specjax.speculation.penalties import Earlier
-from specjax.speculation.sampling import draw, probabilities
+from specjax.speculation.sampling import draw, probabilities, uniform_pairs
 from specjax.speculation.state import DecodeState, Proposal
 
 
@@ -77,7 +77,7 @@ def walk(
     def step(at: Walk) -> Walk:
         here = probabilities(logits[each, at.node + 1], sampling, at.earlier)
         keys = state.place_keys(jnp.broadcast_to(at.depth, (rows, 1)))[:, 0]
-        token = jnp.where(at.going, draw(keys, here), 0)
+        token = jnp.where(at.going, draw(uniform_pairs(keys), here), 0)
         found = meant & (parents == at.node[:, None]) & (proposal.tokens == token[:, None])
         going = at.going & jnp.any(found, axis=1)
         first = jnp.min(jnp.where(found, numbers, places), axis=1, initial=places)

@@ -12,7 +12,7 @@ from scipy import stats
 
 import specjax
 from specjax.speculation.acceptance import matching_chain, rejection_sample
-from specjax.speculation.sampling import draw, greedy, probabilities
+from specjax.speculation.sampling import draw, greedy, probabilities, uniform_pairs
 from tests.support.random_models import CONFIG, quantized_model
 
 
@@ -89,7 +89,8 @@ def test_draws_follow_their_weights() -> None:
     weights = np.where(rng.random(700) < 0.1, rng.gamma(0.5, size=700), 0)
     weights[:130] = weights[600:] = 0
     keys = jax.random.split(jax.random.key(2), 40_000)
-    tokens = jax.jit(draw)(keys, jnp.broadcast_to(jnp.float32(weights), (len(keys), 700)))
+    pairs = uniform_pairs(keys)
+    tokens = jax.jit(draw)(pairs, jnp.broadcast_to(jnp.float32(weights), (len(keys), 700)))
     counts = np.bincount(tokens, minlength=700)
     assert counts[weights == 0].sum() == 0
     expected = len(keys) * weights / weights.sum()
@@ -98,7 +99,7 @@ def test_draws_follow_their_weights() -> None:
     observed = [*counts[many], counts[~many].sum()]
     assert stats.chisquare(observed, [*expected[many], expected[~many].sum()]).pvalue > 1e-4
     one = jnp.zeros((3, 130)).at[:, 129].set(1e-30)
-    np.testing.assert_array_equal(draw(keys[:3], one), 129)
+    np.testing.assert_array_equal(draw(pairs[:3], one), 129)
 
 
 # greedy(logits) is argmax: the first of equals; any vocabulary.

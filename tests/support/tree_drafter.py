@@ -11,7 +11,7 @@ from jax import lax
 
 from specjax.model.params import Params
 from specjax.speculation.drafter import Drafter
-from specjax.speculation.sampling import draw, probabilities
+from specjax.speculation.sampling import draw, probabilities, uniform_pairs
 from specjax.speculation.state import DecodeState, Proposal
 from specjax.speculation.verification import score
 
@@ -76,4 +76,6 @@ def _draw(state: DecodeState, p: jax.Array, first: int) -> jax.Array:
     """One token from each of a row's distributions. f32[B, C, V] -> int32[B, C]."""
     fold = jax.vmap(jax.random.fold_in, (0, None))
     keys = state.round_keys(purpose=0)
-    return jnp.stack([draw(fold(keys, first + i), p[:, i]) for i in range(p.shape[1])], axis=1)
+    return jnp.stack(
+        [draw(uniform_pairs(fold(keys, first + i)), p[:, i]) for i in range(p.shape[1])], axis=1
+    )
