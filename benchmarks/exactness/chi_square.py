@@ -43,7 +43,7 @@ from specjax import (
     Spectra,
     TokenRecycling,
 )
-from specjax.drafting.auto import Costs
+from specjax.drafting.costs import Costs
 from specjax.model.kv_cache import KVCache
 from specjax.model.transformer import forward
 from specjax.speculation.penalties import Earlier

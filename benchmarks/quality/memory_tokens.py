@@ -22,7 +22,7 @@ from tqdm import tqdm
 import specjax
 from benchmarks.support.common import parser, table, write
 from benchmarks.support.instruct import KINDS, MODEL, prompts, target
-from specjax.drafting.auto import WIDTHS, Costs
+from specjax.drafting.costs import WIDTHS, Costs
 
 BUDGET = WIDTHS[-1]
 FREE = Costs(np.ones(len(WIDTHS), np.float32), np.float32(1))

@@ -27,8 +27,8 @@ from specjax.commands.options import (
 )
 from specjax.commands.plan_pictures import draw_layers, draw_memory, draw_speed
 from specjax.commands.prompts import read_prompts
-from specjax.drafting.auto import WIDTHS
 from specjax.drafting.calibration import calibrate
+from specjax.drafting.costs import WIDTHS
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.files.json_lines import read_text
 from specjax.model.sizes import FORMATS, in_units, most_that_fits

@@ -27,8 +27,9 @@ from jax import lax
 from pallas_kernels.activations import Activation
 from pallas_kernels.cpu.sources import digest
 from pallas_kernels.settings import own_settings
-from specjax.drafting.auto import WIDTHS, Auto, Costs
+from specjax.drafting.auto import Auto
 from specjax.drafting.autoregressive import Autoregressive
+from specjax.drafting.costs import WIDTHS, Costs
 from specjax.drafting.qspec import QSpec
 from specjax.files.machine import CoreTimes, machine
 from specjax.files.outputs import write_whole

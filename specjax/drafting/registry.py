@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from specjax.checks import check_text, shown
-from specjax.drafting.auto import Auto, Costs
+from specjax.drafting.auto import Auto
 from specjax.drafting.autoregressive import Autoregressive
 from specjax.drafting.chain import LevelDrafter
 from specjax.drafting.combined import Combined
+from specjax.drafting.costs import Costs
 from specjax.drafting.datastore import Datastore
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.draft_tree import DraftTree

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import specjax
 from specjax.drafting import calibration
 from specjax.drafting.acceptance_rates import Guess
-from specjax.drafting.auto import Costs
+from specjax.drafting.costs import Costs
 from specjax.drafting.suffix import longest_match
 from specjax.files.machine import CoreTimes
 from specjax.generation.decoding import _rested, start

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import specjax
 from specjax.drafting.acceptance_rates import Guess
-from specjax.drafting.auto import Costs
+from specjax.drafting.costs import Costs
 from specjax.drafting.suffix_memory import _CHUNK, CONTEXTS, COUNTS
 from specjax.generation.decoding import start
 from tests.support.covering import left_out

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.drafting.auto import Costs
 from specjax.drafting.calibration import settled_for_each
+from specjax.drafting.costs import Costs
 from specjax.generation.batch import Batch, empty_batch
 from specjax.generation.batch_rows import Waiting
 from specjax.generation.kinds import Kind, Scope

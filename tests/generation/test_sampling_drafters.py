@@ -33,7 +33,7 @@ from specjax import (
     Sampling,
     Spectra,
 )
-from specjax.drafting.auto import Costs
+from specjax.drafting.costs import Costs
 from specjax.drafting.datastore import Datastore
 from specjax.model.kv_cache import KVCache
 from tests.support.compiled import forward

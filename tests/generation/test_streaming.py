@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax import Round
-from specjax.drafting.auto import Costs
+from specjax.drafting.costs import Costs
 from specjax.generation.batch_rows import run_round
 from tests.support.covering import left_out, representatives
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
