@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import jax
 from jax.sharding import Mesh
@@ -11,7 +12,7 @@ import specjax
 from specjax.checks import shown
 from specjax.commands.drafters import make_drafter, read_drafter
 from specjax.commands.options import Target, integer, load_target
-from specjax.model.params import Params
+from specjax.model.params import map_models
 
 _HEARTBEAT = 20  # seconds after which JAX gives up a host that is silent
 
@@ -76,10 +77,6 @@ def load_on(mesh: Mesh | None, options: argparse.Namespace) -> tuple[Target, spe
     if mesh is None or not whole:
         return target, drafter
 
-    def divided(value: object) -> object:
-        return specjax.parallel.shard(value, mesh) if isinstance(value, Params) else value
-
-    params, drafter = jax.tree.map(
-        divided, (target.params, drafter), is_leaf=lambda value: isinstance(value, Params)
-    )
+    divided = partial(specjax.parallel.shard, mesh=mesh)
+    params, drafter = map_models(divided, (target.params, drafter))
     return target._replace(params=params), drafter

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.model.params import Params, stored
+from specjax.model.params import map_models, stored
 
 
 def digest(*trees: Any) -> str:
@@ -17,11 +17,7 @@ def digest(*trees: Any) -> str:
     Models are hashed as they are stored, so their order in memory on this machine makes no
     difference.
     """
-    trees = jax.tree.map(
-        lambda leaf: stored(leaf) if isinstance(leaf, Params) else leaf,
-        trees,
-        is_leaf=lambda leaf: isinstance(leaf, Params),
-    )
+    trees = map_models(stored, trees)
     found = hashlib.sha256(str(jax.tree.structure(trees)).encode())
     for leaf in jax.tree.leaves(trees):
         array = np.ascontiguousarray(leaf)

@@ -43,7 +43,7 @@ from pallas_kernels.weights import Weight, is_format
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Params, check_is_params, stored
+from specjax.model.params import Params, check_is_params, map_models, stored
 
 T = TypeVar("T")
 DATA, TENSOR = "data", "tensor"
@@ -205,7 +205,7 @@ def on_mesh(
     """
     if mesh is None:
         return function(*shared, *rows)
-    shared = jax.tree.map(_without_mesh, shared, is_leaf=_is_params)
+    shared = map_models(partial(dataclasses.replace, mesh=None), shared)
     if out is None:
         out = row_specs(jax.eval_shape(function, *shared, *rows))
     in_specs = (*_model_specs(shared, mesh), *row_specs(rows))
@@ -218,10 +218,6 @@ def on_mesh(
 
 def _is_params(value: Any) -> bool:
     return isinstance(value, Params)
-
-
-def _without_mesh(value: Any) -> Any:
-    return dataclasses.replace(value, mesh=None) if _is_params(value) else value
 
 
 def _model_specs(tree: Any, mesh: Mesh) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -92,6 +93,17 @@ def check_is_params(params: object, name: str = "params") -> None:
     """Raises ValueError unless `params` is a model."""
     if not isinstance(params, Params):
         raise ValueError(f"{name} must be what specjax.load returns, got {type(params).__name__}")
+
+
+def map_models(function: Callable[[Params], object], tree: Any) -> Any:
+    """Returns a tree with `function` of every model in the place of the model."""
+
+    def is_model(value: object) -> bool:
+        return isinstance(value, Params)
+
+    return jax.tree.map(
+        lambda value: function(value) if is_model(value) else value, tree, is_leaf=is_model
+    )
 
 
 def prepack(params: Params) -> Params:
