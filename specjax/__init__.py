@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from checkpoints_tools.quantization import quantize as quantize
     from checkpoints_tools.quantization.calibration import calibration_tokens as calibration_tokens
     from checkpoints_tools.quantization.dequantization import dequantize as dequantize
+    from specjax import bench as bench
+    from specjax import evaluation as evaluation
     from specjax import planning as planning
     from specjax.api import *  # noqa: F403
 
 # Most stand on this package, and need libraries that decoding does not.
+_ROOMS = "bench", "evaluation", "planning"
 _TOOLS = {
     "calibration_tokens": "checkpoints_tools.quantization.calibration",
     "convert": "checkpoints_tools.conversion",
@@ -38,14 +41,14 @@ def __getattr__(name: str) -> Any:
     JAX takes a second to import. A command must hear Ctrl-C before that second begins.
     """
     import_module("specjax.files.user_cache").keep_compiled_programs()
-    if name == "planning":
-        return import_module("specjax.planning")
+    if name in _ROOMS:
+        return import_module(f"specjax.{name}")
     if name in _TOOLS:
         names = vars(import_module(_TOOLS[name]))
     else:
         names = globals() | vars(import_module("specjax.api"))
     if name == "__all__":
-        names = {"__all__": sorted([*names["__all__"], *_TOOLS, "planning"])}
+        names = {"__all__": sorted([*names["__all__"], *_TOOLS, *_ROOMS])}
     if name not in names:
         raise AttributeError(f"module 'specjax' has no attribute {name!r}")
     return names[name]
