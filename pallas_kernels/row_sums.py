@@ -47,7 +47,8 @@ def running_sums(x: Float32[Array, "*rows N"]) -> Float32[Array, "*rows N"]:
         return sums + lax.dynamic_slice_in_dim(jnp.pad(sums, padding), before, size, axis=-1)
 
     # One step of a loop takes less time to compile than a dozen additions.
-    return lax.fori_loop(0, (size - 1).bit_length(), double, x)
+    summed: jax.Array = lax.fori_loop(0, (size - 1).bit_length(), double, x)
+    return summed
 
 
 def _fold(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks.support.common import parser, table, write
 from specjax import Sampling
-from specjax.speculation.sampling import draw, probabilities
+from specjax.speculation.sampling import draw, probabilities, uniform_pairs
 
 VOCABULARIES = {"Llama 2": 32_000, "Llama 3": 128_256, "Qwen 2.5": 151_936}
 ROWS = (1, 8)
@@ -46,7 +46,7 @@ def measure(rows: int, size: int) -> dict[str, float]:
         "top-k": (partial(probabilities, sampling=Sampling(top_k=50)), (logits,)),
         "top-p": (partial(probabilities, sampling=Sampling(top_p=0.9)), (logits,)),
         "min-p": (partial(probabilities, sampling=Sampling(min_p=0.05)), (logits,)),
-        "draw": (draw, (keys, distribution)),
+        "draw": (lambda keys, p: draw(uniform_pairs(keys), p), (keys, distribution)),
         "jnp.sort": (jnp.sort, (logits,)),
         "jax.random.categorical": (jax.vmap(jax.random.categorical), (keys, logits)),
     }

@@ -44,7 +44,8 @@ class Costs:
         draft = np.interp(rows, (1, times), (self.draft, wide.draft))
         look = np.interp(rows, (1, times), (self.look, wide.look))
         passes = (passes / passes[0]).astype(np.float32)
-        return Costs(passes, np.float32(draft), np.float32(look))
+        least = min(self.least, wide.least)
+        return Costs(passes, np.float32(draft), np.float32(look), least=least)
 
     @classmethod
     def usual(cls, rows: int) -> Costs:

@@ -34,7 +34,7 @@ from specjax.generation.kinds import Kind, Scope, less_of
 from specjax.generation.prefix_cache import PrefixCache, begin_alike
 from specjax.generation.programs import Programs
 from specjax.generation.prompts import check_ids, normalize_prompt
-from specjax.generation.request import Request, row_keys, row_sampling
+from specjax.generation.request import Request, row_keys, row_sampling, threefry
 from specjax.generation.rows import widened
 from specjax.model.kv_cache import KVCache
 from specjax.model.parallel import check_rows, readable, whole_rows
@@ -357,7 +357,7 @@ def empty_batch(
     request = dataclasses.replace(request, max_new_tokens=1, sampling=None)
     counts = [rows] if params.mesh is not None else [*_powers_below(rows), rows]
     requests = request.sharing(params).for_row_counts(params, context - 1, counts)
-    key = None if sampling is None else jax.random.key(0)[None]
+    key = None if sampling is None else threefry(jax.random.key(0))[None]
     like = Waiting(-1, np.zeros(1, np.int32), 2, key, sampling)
     job = Job(params, requests[rows], context - 1)
     return Batch(job, rows, like, prefixes, programs, requests, told)

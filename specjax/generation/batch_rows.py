@@ -351,7 +351,7 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
     def blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             assert prompt.key is not None
-            return jnp.broadcast_to(prompt.key, (rows,))
+            return jnp.copy(jnp.broadcast_to(prompt.key, (rows,)))  # it may be the caller's array
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
     def state() -> DecodeState:
@@ -366,4 +366,4 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
         )
         return finished
 
-    return bound(job.params, blank_rows(state, job.params.mesh))
+    return bound(blank_rows(state, job.params.mesh), (job.params, job.request))

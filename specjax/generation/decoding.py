@@ -153,7 +153,7 @@ def start_request(
     """
     wide, rows = bucketed(params, request, prompt_rows(params, request, prompt, None, key))
     state: DecodeState = kept(_start, params, wide, rows)(params, wide, rows)
-    return wide.drafter, bound(params, state)
+    return wide.drafter, bound(state, (params, wide))
 
 
 @jax.jit

@@ -28,6 +28,8 @@ from specjax.speculation.drafter import Drafter, check_is_drafter
 from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
 
+_THREEFRY = "threefry2x32"
+
 MOST_FORCED = 15  # tokens of a grammar that a round drafts
 
 
@@ -183,12 +185,24 @@ def row_keys(sampling: Sampling | None, key: jax.Array | None, rows: int) -> jax
         raise ValueError("sampling needs key, for example key=jax.random.key(0)")
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError(f"key must be made by jax.random.key, got {key!r}")
+    key = threefry(key)
     if key.ndim == 0:
         numbers = jnp.arange(rows, dtype=jnp.int32)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
     if key.shape != (rows,):
         raise ValueError(f"key must be one key or one per row, shape ({rows},), got {key.shape}")
     return key
+
+
+def threefry(key: jax.Array) -> jax.Array:
+    """Returns keys as keys of Threefry, by the data of those that are of another generator.
+
+    Others give all rows of a batch the numbers of the first row's key (`jax.vmap`).
+    """
+    if str(jax.random.key_impl(key)) == _THREEFRY:
+        return key
+    own: jax.Array = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=_THREEFRY)
+    return own
 
 
 def row_sampling(sampling: Sampling | None, rows: int) -> Sampling | None:

@@ -83,12 +83,12 @@ def widened(params: Params, request: Request, width: int, rows: int) -> tuple[Re
     Width and new tokens stay as they are where the bucket has no room in the model, the drafter,
     the memory, or a cache of a given capacity. Raises ValueError if the prompts do not fit.
     """
-    exact = request.for_width(params, width, rows)
+    request.slots(params.config, width)  # bad numbers are refused before they are made wide
     wide = dataclasses.replace(request, max_new_tokens=bucket(request.max_new_tokens))
     try:
         return wide.for_width(params, bucket(width), rows), bucket(width)
     except ValueError:
-        return exact, width
+        return request.for_width(params, width, rows), width
 
 
 def bucket(length: int) -> int:

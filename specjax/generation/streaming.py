@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 import jax
 import numpy as np
@@ -159,7 +160,9 @@ def _stream_one(
 ) -> Iterator[Round]:
     """Runs a state of one row to its end. The given state is donated."""
     completion, error = None, None
-    run = kept(run_round, params, state, request.drafter, activation=request.activation)
+    run: Callable[..., Any] = run_round
+    if guide is None:
+        run = kept(run_round, params, state, request.drafter, activation=request.activation)
     while completion is None:
         if guide is None:
             state, gained = run(params, state, request.drafter)

@@ -260,16 +260,17 @@ def blank_rows(build: Callable[[], T], mesh: Mesh | None) -> T:
     return blanks
 
 
-def bound(params: Params, tree: T) -> T:
-    """Binds arrays to the device of a model, as the results of every program over it may be.
+def bound(tree: T, models: Any) -> T:
+    """Binds arrays to a device if any of the models is bound to one.
 
-    JAX compiles a program anew for arrays that are bound to their device, so one whose results are
-    its next arguments would be compiled twice.
+    The results of programs over those models are bound too, and JAX compiles a program anew for
+    arrays that are: one whose results are its next arguments would be compiled twice.
     """
-    devices = params.final_norm.devices()
-    if params.mesh is not None or len(devices) > 1:
+    arrays = [leaf for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array)]
+    devices = {device for each in arrays if each.committed for device in each.devices()}
+    if len(devices) != 1:  # none, or a mesh
         return tree
-    there: T = jax.device_put(tree, next(iter(devices)))
+    there: T = jax.device_put(tree, devices.pop())
     return there
 
 

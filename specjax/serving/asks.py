@@ -12,6 +12,7 @@ import numpy as np
 from specjax.generation.batch_rows import Waiting
 from specjax.generation.constraints import Guide
 from specjax.generation.kinds import Kind
+from specjax.generation.request import threefry
 from specjax.serving.requests import MOST_BIASES
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.penalties import LogitBias
@@ -92,7 +93,7 @@ class Ask:
         key = jax.random.key(self.seed)
         for number in self.folds:
             key = jax.random.fold_in(key, number)
-        return key[None]
+        return threefry(key)[None]
 
     def waiting(self, number: int) -> Waiting:
         """The prompt as a batch takes it."""

@@ -8,6 +8,7 @@ fewer rows run or nobody asks for more, are compiled beside it once they are of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -61,7 +62,7 @@ class Engine:
       metrics: is told what happens.
       told: hears what is done to the rows, as `Batch` tells it, and "renew" where all are given up.
 
-    gone: the error that ended the engine, where another host of the mesh is gone.
+    gone: the error that ended the engine, such as another host of the mesh that is gone.
 
     Raises ValueError where the plan does not fit the model or the memory.
     """
@@ -72,7 +73,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.plan, self.metrics, self.params = plan, metrics, params
         self._told = told
-        self.gone: HostGoneError | None = None
+        self.gone: Exception | None = None
         self._request = dataclasses.replace(request, logprobs=plan.logprobs)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()
@@ -203,12 +204,13 @@ class Engine:
                     raise
                 except Exception as error:
                     self._recover(error)
-        except HostGoneError as gone:
-            self.gone, self._moment = gone, None
+        except Exception as error:
+            self.gone, self._moment = error, None
         finally:
             self.drain()
             while not self._inbox.empty():
-                self._inbox.get()()
+                with contextlib.suppress(HostGoneError):  # the other hosts are told of all calls
+                    self._inbox.get()()
             self._fail("the server ends")
             if self._moment is not None:
                 jax.block_until_ready(self._moment.rounds.each)  # a process must not end before

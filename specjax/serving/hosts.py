@@ -134,7 +134,7 @@ def _prompt(written: dict[str, Any]) -> Waiting:
         written["number"],
         np.array(written["tokens"], np.int32),
         written["limit"],
-        jax.random.wrap_key_data(jnp.array(written["key"], jnp.uint32)),
+        jax.random.wrap_key_data(jnp.array(written["key"], jnp.uint32), impl="threefry2x32"),
         jax.tree.unflatten(fields, sampling),
         None,
         Kind(written["kind"]),

@@ -53,15 +53,15 @@ def rejection_sample(
       accepted + 1 tokens are the row's next ones.
     """
     n = proposed.shape[1]
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n + 2,)))(keys)
+    last_draw, uniform = _numbers(keys, n)
     chosen = proposed[..., None]
     p = jnp.take_along_axis(target[:, :n], chosen, axis=-1)[..., 0]
     q = jnp.take_along_axis(draft, chosen, axis=-1)[..., 0]
-    accepted = _leading((uniform[:, :n] * q < p) & counted(proposed, drafted))
+    accepted = _leading((uniform * q < p) & counted(proposed, drafted))
     rejected = accepted < drafted
     q_there = jnp.where(rejected[:, None], _at(draft, accepted), 0)
     residual = _remainder(_at(target, accepted), q_there)
-    replacement = draw(uniform[:, n:], residual)
+    replacement = draw(last_draw, residual)
     last = jnp.arange(n + 1) == accepted[:, None]
     padded = jnp.pad(proposed, ((0, 0), (0, 1)))
     return accepted, jnp.where(last, replacement[:, None], padded)
@@ -120,7 +120,7 @@ def sample_path(
       int32[B, N + 1], whose first accepted + 1 tokens are the row's next ones.
     """
     rows, n = proposed.shape
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (n + 2,)))(keys)
+    last_draw, uniform = _numbers(keys, n)
 
     def consider(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Returns the last node kept, int32[B], and p of its children, f32[B, V], after node i."""
@@ -142,7 +142,15 @@ def sample_path(
     emitted = jnp.take_along_axis(proposed, jnp.maximum(nodes, 0), axis=1)
     emitted = jnp.pad(emitted, ((0, 0), (0, 1)))
     last = jnp.arange(n + 1) == accepted[:, None]
-    return accepted, nodes, jnp.where(last, draw(uniform[:, n:], p)[:, None], emitted)
+    return accepted, nodes, jnp.where(last, draw(last_draw, p)[:, None], emitted)
+
+
+def _numbers(keys: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """Random numbers in [0, 1): two for the target's own draw, f32[B, 2], and one per draft,
+    f32[B, n]. Each is the same for every n, which is the batch's: a row does not depend on others.
+    """
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2 + n,)))(keys)
+    return uniform[:, :2], uniform[:, 2:]
 
 
 def _path(paths: jax.Array, node: jax.Array) -> jax.Array:

@@ -259,14 +259,11 @@ def _count_before(flags: jax.Array) -> jax.Array:
 def uniform_pairs(keys: Key[Array, " B"]) -> Float32[Array, "B 2"]:
     """Returns two random numbers per key, in [0, 1), for `draw`. keys: [B] -> f32[B, 2].
 
-    The keys come from `jax.random.fold_in` and serve nothing else. Such a key of Threefry is a hash
-    already, as random as the bits that it would seed: to hash it again would take XLA:CPU ten more
-    kernels.
+    The keys are Threefry's, come from `jax.random.fold_in` and serve nothing else. Such a key is a
+    hash already, as random as the bits that it would seed: to hash it again would take XLA:CPU ten
+    more kernels.
     """
-    if str(jax.random.key_impl(keys)) == "threefry2x32":
-        bits = jax.random.key_data(keys)
-    else:
-        bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    bits = jax.random.key_data(keys)
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 

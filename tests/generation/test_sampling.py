@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 import specjax
+from pallas_kernels.settings import own_settings
 from specjax.speculation.acceptance import matching_chain, rejection_sample
 from specjax.speculation.sampling import draw, greedy, probabilities, uniform_pairs
 from tests.support.random_models import CONFIG, quantized_model
@@ -163,6 +164,38 @@ def test_rejection_sampling_has_the_targets_distribution() -> None:
     assert stats.chisquare(np.bincount(third, minlength=4), target[2] * len(third)).pvalue > 1e-3
     share = np.minimum(draft[0], target[0]).sum()  # acceptance: 1 - total variation distance
     assert abs((accepted >= 1).mean() - share) < 0.01
+
+
+def test_what_other_rows_draft_changes_no_rejection() -> None:
+    """A batch is as wide as its longest draft."""
+    rng = np.random.default_rng(5)
+    draft, target = (jnp.float32(rng.dirichlet(np.ones(9), (64, n))) for n in (3, 4))
+    proposed = jnp.asarray(rng.integers(9, size=(64, 3)), jnp.int32)
+    one = jnp.ones(64, jnp.int32)
+
+    @own_settings()
+    def sampled(width: int) -> list[list[int]]:
+        accepted, emitted = rejection_sample(
+            jax.random.split(jax.random.key(6), 64), proposed[:, :width], one, draft[:, :width],
+            target[:, : width + 1],
+        )  # fmt: skip
+        return [
+            row[: count + 1] for row, count in zip(emitted.tolist(), accepted.tolist(), strict=True)
+        ]
+
+    assert sampled(1) == sampled(3)
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_keys_of_another_generator_are_one_per_row(kind: str) -> None:
+    """JAX gives rows of a batch that draw with such keys the first row's numbers."""
+    params, prompt = quantized_model(), [[5, 6, 7]] * 3
+    keys = jax.random.split(jax.random.key(1, impl=kind), 3)
+    options = {"sampling": specjax.Sampling(), "max_new_tokens": 6, "stop_tokens": ()}
+    together = specjax.decode(params, prompt, key=keys, **options).tokens
+    alone = [specjax.decode(params, prompt[:1], key=keys[i : i + 1], **options) for i in range(3)]
+    np.testing.assert_array_equal(together, np.concatenate([each.tokens for each in alone]))
+    assert len(np.unique(np.asarray(together), axis=0)) == 3
 
 
 @pytest.mark.exhaustive
