@@ -342,6 +342,11 @@ def _one_row(params: Params, request: Request) -> KVCache:
     return on_mesh(partial(empty_cache, rows=1), params.mesh, (params, request), ())
 
 
+def _spread(one: jax.Array, rows: int) -> jax.Array:
+    """Repeats a prompt's array for all rows. A copy, because rounds donate the state."""
+    return jnp.copy(jnp.broadcast_to(one, (rows, *one.shape[1:])))
+
+
 def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
     """Returns a state of finished rows, each as if it had a prompt of one token; the given prompt
     lends its key and its sampling."""
@@ -351,15 +356,13 @@ def empty_rows(job: Job, rows: int, prompt: Waiting) -> DecodeState:
     def blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             assert prompt.key is not None
-            return jnp.copy(jnp.broadcast_to(prompt.key, (rows,)))  # it may be the caller's array
+            return _spread(prompt.key, rows)
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
     def state() -> DecodeState:
         ones = jnp.ones(rows, jnp.int32)
         blanks = jax.tree.map(blank, one)
-        sampling = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (rows, *leaf.shape[1:])), prompt.sampling
-        )
+        sampling = jax.tree.map(partial(_spread, rows=rows), prompt.sampling)
         shared = jax.tree.map(jnp.copy, job.request.drafter.shared())  # rounds donate the state
         finished: DecodeState = dataclasses.replace(
             blanks, lengths=ones, finished=ones > 0, sampling=sampling, shared=shared

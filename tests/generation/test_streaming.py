@@ -134,6 +134,15 @@ def test_prompts_of_like_length_share_their_programs(params, nothing_kept) -> No
     assert run_round._cache_size() > compiled, "a case that tests nothing"
 
 
+def test_the_callers_arrays_are_not_used_up(params) -> None:
+    """Rounds donate their state, and one prompt's arrays might be its own."""
+    keys, temperature = jax.random.split(jax.random.key(3), 1), jax.numpy.array([0.7])
+    options = {"sampling": specjax.Sampling(temperature=temperature), "key": keys}
+    list(specjax.stream(params, PROMPT, max_new_tokens=2, **options))
+    specjax.decode_many(params, [PROMPT], rows=1, max_new_tokens=2, **options)
+    assert not keys.is_deleted() and not temperature.is_deleted()
+
+
 @pytest.mark.parametrize("length", representatives([481, 490, 500], 490))
 def test_padding_leaves_room_for_the_output(params, length) -> None:
     prompt = (PROMPT * 200)[:length]
