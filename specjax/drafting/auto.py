@@ -51,7 +51,8 @@ _OF_MODEL = 0.9  # the model's acceptance before any is seen
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
-_LAST_COUNTS = 4  # the power of a row's remaining tokens by which it counts
+_LAST_COUNTS = 4  # the power of a row's remaining rounds by which it counts
+_BEFORE = 4.0  # rounds of one token that a row is taken to have had before its first
 _HOPED = 0.25  # what a look gains before any, in tokens per row
 _LOOKS = 8.0  # looks, roughly, over which gains are averaged
 _MOST_LOOKING = 1 / 200  # of the time, where looks gain less than they take
@@ -334,14 +335,15 @@ class Auto(Drafter):
 def _weights(state: DecodeState) -> jax.Array:
     """The worth of a token of each row to the batch, f32[B]; zero in a finished row.
 
-    A batch whose rows are not replaced ends with its last row: a row that is ahead of the others
-    gains nothing by more drafts. Rows that share a memory are replaced when they end, and their
-    tokens are worth the same.
+    A batch whose rows are not replaced ends with its last row: one that will end before the others,
+    at the tokens per round that it has had, gains nothing by more drafts. Rows that share a memory
+    are replaced when they end, and their tokens are worth the same.
     """
     running = (~state.finished).astype(jnp.float32)
     if state.shared is not None:
         return running
-    left = running * (state.limits - state.lengths)
+    a_round = (state.stats.generated + _BEFORE) / (state.stats.rounds + _BEFORE)
+    left = running * (state.limits - state.lengths) / a_round
     return running * (left / jnp.maximum(jnp.max(left), 1)) ** _LAST_COUNTS
 
 
