@@ -36,7 +36,8 @@ HEADINGS = {
     "smollm2_drafters": "Batch 1",
     "smollm2_drafters_8": "Batch 8",
     "smollm2_drafters_4": "Batch 4, an earlier `Auto`",
-    "smollm2_drafters_auto_4": "`Auto` at batch 4",
+    "smollm2_drafters_auto_4": "`Auto` at batch 4, before rows counted by rounds",
+    "smollm2_drafters_auto_4_greedy": "`Auto` at batch 4, greedy",
     "smollm2_drafters_auto_16": "`Auto` at batch 16",
     "smollm2_drafters_levels": "N-grams below a cast",
     "smollm2_drafters_nested8": "A model of 8 bits",
@@ -142,7 +143,8 @@ BILLION = Page(
                 "once, the GPU's on 16 cores. On the H100 nothing else ran while decoding was "
                 "timed, and each plain row in 4 bits or bfloat16 is the base of those below it. "
                 "`Auto`'s costs were measured alone in the second table of the H100, and while "
-                "programs were compiled in the first.",
+                "programs were compiled in the first. On the EPYC `wide_8` is of a commit before rows "
+                "counted by the rounds that they need, and `wide_8_bfloat16` of one after.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "

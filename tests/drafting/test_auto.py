@@ -262,14 +262,18 @@ def test_rows_that_are_ahead_count_less_unless_they_are_replaced() -> None:
     text = np.array([[5, 6, 7, 8] * 4, list(range(10, 26))], np.int32)
     state = start(PARAMS, text, max_new_tokens=20, drafter=auto)
 
-    def drafts(left: list[int], shared: object = None) -> list[int]:
-        limits = state.lengths + jnp.array(left)
-        now = dataclasses.replace(state, limits=limits, shared=shared)
+    def drafts(left: list[int], shared: object = None, first_row_gained: int = 20) -> list[int]:
+        limits, twenty = state.lengths + jnp.array(left), jnp.full(2, 20)
+        stats = dataclasses.replace(
+            state.stats, rounds=twenty, generated=jnp.array([first_row_gained, 20])
+        )
+        now = dataclasses.replace(state, limits=limits, shared=shared, stats=stats)
         proposal, _ = auto.propose(PARAMS, now)
         return (proposal.counts > 0).tolist()
 
     assert drafts([20, 20]) == drafts([20, 10]) == [True, False]
     assert drafts([10, 20]) == [False, False]
+    assert drafts([20, 20], first_row_gained=60) == [False, False]  # so it will end first
     memory = specjax.SuffixMemory.create(CONFIG.vocab_size)
     assert drafts([10, 20], memory) == [True, False]
 
