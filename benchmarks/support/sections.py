@@ -143,8 +143,8 @@ BILLION = Page(
                 "once, the GPU's on 16 cores. On the H100 nothing else ran while decoding was "
                 "timed, and each plain row in 4 bits or bfloat16 is the base of those below it. "
                 "`Auto`'s costs were measured alone in the second table of the H100, and while "
-                "programs were compiled in the first. On the EPYC `wide_8` is of a commit before rows "
-                "counted by the rounds that they need, and `wide_8_bfloat16` of one after.",
+                "programs were compiled in the first. On the EPYC `wide_8` is of a commit before "
+                "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "
