@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from specjax import planning as planning
     from specjax.api import *  # noqa: F403
 
-# Most stand on this package, and need libraries that decoding does not.
 _ROOMS = "bench", "evaluation", "planning"
+# Most stand on this package, and need libraries that decoding does not.
 _TOOLS = {
     "calibration_tokens": "checkpoints_tools.quantization.calibration",
     "convert": "checkpoints_tools.conversion",

@@ -109,9 +109,9 @@ class Auto(Drafter):
         machine, or estimated for small models and inside `jax.jit`.
     draft: what drafts with the model, on the target's own KV cache: QSpec or LayerSkip; None: QSpec
         where the weights have a cheap reading and the costs that are measured say that it may pay;
-        nothing where `costs` are given. Its drafts end with the first token
-        of a smaller probability than 0.6, or than its own `confidence`, or where one more would
-        cost more than it gains.
+        nothing where `costs` are given. Its drafts end with the first token of a smaller
+        probability than 0.6, or than its own `confidence`, or where one more would cost more than
+        it gains.
     memory: texts to draft from beside the row's own; rows add theirs while they are decoded. None:
         for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
         elsewhere none. Not for a model that is divided over a mesh.

@@ -1,4 +1,4 @@
-"""What passes cost: by these times `Auto` weighs drafts. `calibration` measures them."""
+"""`Auto` weighs drafts by what passes cost. `calibration` measures that."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ from specjax.speculation.drafter import Drafter, check_is_drafter
 from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
 
-_THREEFRY = "threefry2x32"
-
+THREEFRY = "threefry2x32"  # the generator of all keys inside
 MOST_FORCED = 15  # tokens of a grammar that a round drafts
 
 
@@ -199,9 +198,9 @@ def threefry(key: jax.Array) -> jax.Array:
 
     Others give all rows of a batch the numbers of the first row's key (`jax.vmap`).
     """
-    if str(jax.random.key_impl(key)) == _THREEFRY:
+    if str(jax.random.key_impl(key)) == THREEFRY:
         return key
-    own: jax.Array = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=_THREEFRY)
+    own: jax.Array = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl=THREEFRY)
     return own
 
 

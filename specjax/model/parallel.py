@@ -43,7 +43,7 @@ from pallas_kernels.weights import Weight, is_format
 from specjax.checks import check_integer
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
-from specjax.model.params import Params, check_is_params, map_models, stored
+from specjax.model.params import Params, check_is_params, is_model, map_models, stored
 
 T = TypeVar("T")
 DATA, TENSOR = "data", "tensor"
@@ -172,8 +172,8 @@ def whole_rows(mesh: Mesh | None, rows: int) -> int:
 
 def check_drafter(params: Params, drafter: Any) -> None:
     """Raises ValueError if a model of the drafter is not on the target's mesh."""
-    for model in jax.tree.leaves(drafter, is_leaf=_is_params):
-        if _is_params(model) and model.mesh != params.mesh:
+    for model in jax.tree.leaves(drafter, is_leaf=is_model):
+        if is_model(model) and model.mesh != params.mesh:
             raise ValueError(
                 f"the drafter's model and the target must be divided over the same mesh, got "
                 f"{_describe(model.mesh)} and {_describe(params.mesh)}; see specjax.parallel.shard"
@@ -216,10 +216,6 @@ def on_mesh(
     return result
 
 
-def _is_params(value: Any) -> bool:
-    return isinstance(value, Params)
-
-
 def _model_specs(tree: Any, mesh: Mesh) -> Any:
     """Returns PartitionSpecs: `Params` anywhere in a tree are divided, all else is whole."""
 
@@ -228,11 +224,11 @@ def _model_specs(tree: Any, mesh: Mesh) -> Any:
         return weight_spec(name, leaf.shape, mesh)
 
     def spec(value: Any) -> Any:
-        if _is_params(value):
+        if is_model(value):
             return jax.tree_util.tree_map_with_path(leaf_spec, value)
         return P()
 
-    return jax.tree.map(spec, tree, is_leaf=_is_params)
+    return jax.tree.map(spec, tree, is_leaf=is_model)
 
 
 def row_specs(tree: Any) -> Any:

@@ -95,12 +95,13 @@ def check_is_params(params: object, name: str = "params") -> None:
         raise ValueError(f"{name} must be what specjax.load returns, got {type(params).__name__}")
 
 
+def is_model(value: object) -> bool:
+    """Whether a node of a tree is a model."""
+    return isinstance(value, Params)
+
+
 def map_models(function: Callable[[Params], object], tree: Any) -> Any:
     """Returns a tree with `function` of every model in the place of the model."""
-
-    def is_model(value: object) -> bool:
-        return isinstance(value, Params)
-
     return jax.tree.map(
         lambda value: function(value) if is_model(value) else value, tree, is_leaf=is_model
     )

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from specjax.generation.batch_rows import Waiting
 from specjax.generation.kinds import Kind
+from specjax.generation.request import THREEFRY
 from specjax.serving.asks import arrays_of
 from specjax.serving.errors import HostGoneError
 from specjax.speculation.sampling import Sampling
@@ -134,7 +135,7 @@ def _prompt(written: dict[str, Any]) -> Waiting:
         written["number"],
         np.array(written["tokens"], np.int32),
         written["limit"],
-        jax.random.wrap_key_data(jnp.array(written["key"], jnp.uint32), impl="threefry2x32"),
+        jax.random.wrap_key_data(jnp.array(written["key"], jnp.uint32), impl=THREEFRY),
         jax.tree.unflatten(fields, sampling),
         None,
         Kind(written["kind"]),
