@@ -89,15 +89,24 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
         "--limit", type=integer, metavar="N", help="items per task, the first ones; all if left out"
     )
     add_sample_seed(parser)
-    for name, what in (
-        ("--shots", "worked examples before each question"),
-        ("--max-new-tokens", "most tokens per answer"),
-    ):
-        add(name, type=integer, metavar="N", help=f"{what}; the task's own number if left out")
+    help_ = "take as many of --limit items of every kind that the file names: MATH's subjects"
+    add("--balanced", action="store_true", help=help_)
+    help_ = "worked examples before each question; the task's own number if left out"
+    add("--shots", type=_shots, metavar="N|TASK=N,…", help=help_)
+    help_ = "most tokens per answer; the task's own number if left out"
+    add("--max-new-tokens", type=integer, metavar="N", help=help_)
     add("--chat", action="store_true", help="put the questions into the model's chat template")
     help_ = "run programs that the model writes where nothing holds them too"
     add("--unsafe", action="store_true", help=help_)
     add_json(parser)
+
+
+def _shots(text: str) -> int | dict[str, int]:
+    """A number for all tasks, or one for each of some: piqa=10,winogrande=5."""
+    if "=" not in text:
+        return integer(text)
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {name.strip(): integer(count) for name, _, count in pairs}
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -238,7 +247,8 @@ def _row_numbers(row: Row) -> dict[str, Any]:
 def _task_options(options: argparse.Namespace) -> TaskOptions:
     return {
         "rows": options.rows, "limit": options.limit, "sample_seed": options.sample_seed,
-        "shots": options.shots, "max_new_tokens": options.max_new_tokens,
+        "balanced": options.balanced, "shots": options.shots,
+        "max_new_tokens": options.max_new_tokens,
         "cache_bits": options.cache_bits, "chat": options.chat, "unsafe": options.unsafe,
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -31,7 +31,8 @@ class TaskOptions(TypedDict, total=False):
     rows: int
     limit: int | None
     sample_seed: int | None
-    shots: int | None
+    balanced: bool
+    shots: int | Mapping[str, int] | None
     max_new_tokens: int | None
     cache_bits: int
     chat: bool
@@ -92,7 +93,8 @@ def evaluate(
     rows: int = 8,
     limit: int | None = None,
     sample_seed: int | None = None,
-    shots: int | None = None,
+    balanced: bool = False,
+    shots: int | Mapping[str, int] | None = None,
     max_new_tokens: int | None = None,
     activation: Activation = "a16",
     cache_bits: int = 16,
@@ -113,8 +115,9 @@ def evaluate(
         data axis.
       limit: use so many items of each task alone (windows of a text); None: all.
       sample_seed: decides which; None: the first ones.
-      shots: worked examples before the questions of tasks that have them; None: the tasks' own
-        numbers.
+      balanced: take as many items of every kind that a task's file names: MATH's subjects.
+      shots: worked examples before the questions of tasks that have them, of all or by task; None:
+        the tasks' own numbers.
       max_new_tokens: most tokens per answer; None: the tasks' own numbers.
       activation: activation precision of the model itself. "a8" and "a4" decode without a drafter.
       cache_bits: bits per KV cache entry: 16, 8 or 4.
@@ -154,15 +157,24 @@ def evaluate(
     )  # fmt: skip
     for task in chosen:
         task.check(setup)
+    counts = _shots(shots, tasks)
     entries = {
-        task.name: sample(task.entries(setup, Path(data), shots), limit, sample_seed)
-        for task in chosen
+        task.name: task.entries(setup, Path(data), count)
+        for task, count in zip(chosen, counts, strict=True)
     }
+    if balanced and not any(task.kind(each) for task in chosen for each in entries[task.name]):
+        raise ValueError(
+            f"balanced needs a task whose file names kinds, such as math, got {', '.join(tasks)}"
+        )
+    for task in chosen:
+        kind = task.kind if balanced else None
+        entries[task.name] = sample(entries[task.name], limit, sample_seed, kind)
     settings: Record = {}
     if out is not None:  # the digest of a model reads all of it
         data_digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:12]
         settings = {
-            "tasks": [task.name for task in chosen], "limit": limit, "shots": shots,
+            "tasks": [task.name for task in chosen], "limit": limit,
+            "shots": dict(shots) if isinstance(shots, Mapping) else shots,
             **({} if sample_seed is None else {"sample_seed": sample_seed}),
             "max_new_tokens": max_new_tokens, "activation": activation, "cache_bits": cache_bits,
             "chat": chat, "drafter": f"{type(drafter).__name__} {digest(drafter)}",
@@ -183,6 +195,16 @@ def _find(names: Sequence[str]) -> list[Task[Any]]:
         if list(names).count(name) > 1:
             raise ValueError(f"tasks holds {name!r} twice")
     return [TASKS[name] for name in names]
+
+
+def _shots(shots: int | Mapping[str, int] | None, tasks: Sequence[str]) -> list[int | None]:
+    """The number of worked examples of every task."""
+    if not isinstance(shots, Mapping):
+        return [shots for _ in tasks]
+    for name in shots:
+        if name not in tasks:
+            raise ValueError(f"shots names {name!r}; the tasks are {', '.join(tasks)}")
+    return [shots.get(name) for name in tasks]
 
 
 def _evaluate(

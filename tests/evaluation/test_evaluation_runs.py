@@ -52,7 +52,7 @@ def _evaluate(folder: Path, tasks=TASKS, **options):
 
 
 def test_records_are_what_the_model_says(folder) -> None:
-    written, chosen, text = _evaluate(folder)
+    written, chosen, text = _evaluate(folder, shots={"gsm8k": 1})
     prompts = [record["id"] for record in written.records]
     assert prompts == ["1", "2"]
 
@@ -243,6 +243,33 @@ def test_a_seed_decides_the_items(folder) -> None:
         _evaluate(folder, ["piqa"], limit=2, sample_seed=7, out=out)
 
 
+def test_a_sample_of_all_kinds_alike(folder) -> None:
+    lines = [
+        {
+            "problem": f"What is ${n}$?",
+            "answer": str(n),
+            "subject": "algebra" if n < 5 else "counts",
+        }
+        for n in range(7)
+    ]
+    (folder / "prompts" / "math500.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (found,) = _evaluate(folder, ["math"], limit=4, shots=0, balanced=True)
+    assert [record["id"] for record in found.records] == ["1", "2", "6", "7"]
+    out = folder / "results.jsonl"
+    _evaluate(folder, ["math"], limit=4, shots=0, balanced=True, out=out)
+    with pytest.raises(ValueError, match="holds results of another run, with data"):
+        _evaluate(folder, ["math"], limit=4, shots=0, out=out)
+    with pytest.raises(ValueError, match=r"balanced needs .* such as math, got gsm8k"):
+        _evaluate(folder, ["gsm8k"], balanced=True)
+
+
+def test_summaries_have_the_means_of_their_scores(folder) -> None:
+    (found,) = _evaluate(folder, ["xsum"])
+    (record,) = found.records
+    assert found.metrics == {name: record[name] for name in ("rouge1", "rouge2", "rougeL")}
+    assert record["correct"] is None and found.summary()["rouge1"] == record["rouge1"]
+
+
 def test_files_that_are_refused(folder) -> None:
     out = folder / "out.jsonl"
     _evaluate(folder, ["piqa"], out=out)
@@ -283,6 +310,8 @@ def test_files_that_are_refused(folder) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"shots": {"gsm8k": 1, "mbpp": 0}}, "shots names 'mbpp'; the tasks are gsm8k, piqa"),
+        ({"shots": {"piqa": -1}}, "shots must be at least 0, got -1"),
         ({"sample_seed": -1}, "sample_seed must be an integer from 0 to 4294967295, got -1"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; the tasks are gsm8k, math"),
         ({"tasks": ["piqa", "piqa"]}, "'piqa' twice"),

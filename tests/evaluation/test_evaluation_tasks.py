@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from specjax.evaluation import sandbox
+from specjax.evaluation.samples import sample
 from specjax.evaluation.tasks import TASKS, WIKITEXT2
 from specjax.evaluation.tasks.arithmetic import GSM8K, final_number
+from specjax.evaluation.tasks.choices import GPQA, PIQA, WINOGRANDE
 from specjax.evaluation.tasks.competition import MATH, WORKED, boxed, same_answer
 from specjax.evaluation.tasks.programs import HUMANEVAL, MBPP
+from specjax.evaluation.tasks.summaries import CNN_DAILYMAIL, XSUM
+from specjax.evaluation.tasks.unjudged import CLASS_EVAL, HAGRID
 from specjax.evaluation.tasks.written import Question
 from specjax.files.json_lines import read_lines
 from tests.support.task_files import write_tasks
@@ -142,6 +147,80 @@ def test_examples(tmp_path) -> None:
         GSM8K.items(tmp_path, -1)
 
 
+def test_examples_of_choices_come_before_every_context(tmp_path) -> None:
+    write_tasks(tmp_path)
+    assert PIQA.items(tmp_path)[0].options[0][0] == "Question: count apples\nAnswer:"
+    for item in PIQA.items(tmp_path, 2):
+        for context, _ in item.options:
+            assert context.startswith(
+                "Question: find apples\nAnswer: look\n\nQuestion: find pears\nAnswer: look\n\n"
+                "Question: count "
+            )
+    for item in WINOGRANDE.items(tmp_path, 1):
+        for context, end in item.options:
+            assert context.startswith("The bag holds more than the box, so the box was full first.")
+            assert end == " was open."
+    with pytest.raises(ValueError, match=r"winogrande_train.jsonl holds 1 examples, shots=2"):
+        WINOGRANDE.items(tmp_path, 2)
+
+
+def test_options_for_experts(tmp_path) -> None:
+    write_tasks(tmp_path)
+    (item,) = GPQA.items(tmp_path)
+    assert item.id == "rec1" and item.gold == 0
+    assert [end for _, end in item.options] == [" 7", " 8", " 9", " 10"]
+    assert {context for context, _ in item.options} == {"Question: Which is a prime?\nAnswer:"}
+
+
+@pytest.mark.parametrize(("task", "reference"), [(CNN_DAILYMAIL, "A king fell."), (XSUM, None)])
+def test_summaries_are_scored(task, reference, tmp_path) -> None:
+    write_tasks(tmp_path)
+    (item,) = task.items(tmp_path)
+    assert item.prompt.startswith("Article: The king") and item.prompt.endswith("\nSummary:")
+    assert reference in (None, item.reference)
+    assert dict(task.judge(item, item.reference).scores) == dict.fromkeys(task.scores, 1.0)
+    assert dict(task.judge(item, "").scores) == dict.fromkeys(task.scores, 0.0)
+    partly = task.judge(Question("1", "", "the cat sat"), "the cats ran away").scores
+    # Of 4 and 3 words 2 are the same by their stems, and of 3 and 2 pairs 1 is.
+    assert partly == pytest.approx({"rouge1": 4 / 7, "rouge2": 2 / 5, "rougeL": 4 / 7})
+
+
+def test_what_is_read_beside_a_question(tmp_path) -> None:
+    write_tasks(tmp_path)
+    (item,) = HAGRID.items(tmp_path)
+    assert item.prompt == (
+        "[1] The king fell.\n[2] His horse did not.\nQuestion: Who fell?\nAnswer:"
+    )
+    (item,) = CLASS_EVAL.items(tmp_path)
+    assert item.id == "C_0" and "def swap(self):" in item.prompt
+
+
+# The files of the whole set have a level and a type, and no answer beside the solution.
+def test_lines_of_the_whole_set(tmp_path) -> None:
+    write_tasks(tmp_path)
+    line = {"problem": "What is $1 + 1$?", "level": "Level 1", "type": "Algebra",
+            "solution": r"It is $\boxed{2}$."}  # fmt: skip
+    (tmp_path / MATH.file).write_text(json.dumps(line))
+    (item,) = MATH.items(tmp_path)
+    assert (item.reference, item.kind) == ("2", "Algebra")
+    (tmp_path / MATH.file).write_text(json.dumps({**line, "solution": "It is 2."}))
+    with pytest.raises(ValueError, match=r"line 1 of .* has no answer, nor one in solution"):
+        MATH.items(tmp_path)
+
+
+def test_a_balanced_sample_has_all_kinds_alike(data) -> None:
+    items = MATH.items(data, 0)
+    for seed in (None, 42):
+        found = sample(items, 70, seed, lambda item: item.kind)
+        assert set(Counter(item.kind for item in found).values()) == {10}
+        assert found == sorted(found, key=items.index) and len(set(found)) == 70
+    assert sample(items, 70, 42, lambda item: item.kind) == found
+    assert sample(items, 70, 43, lambda item: item.kind) != found
+    # A kind of which there are too few leaves its room to the others.
+    assert sample("aaaaabbc", 6, None, str) == list("aaabbc")
+    assert sample("abab", 9, 1, str) == list("abab")
+
+
 # Every task set that is there reads as it should.
 def test_real_data(data) -> None:
     counts = {
@@ -218,6 +297,9 @@ def test_a_program_may_have_the_name_of_a_function_of_pythons(tmp_path, walls) -
         ("mt_bench", '{"turns": [5]}', r"line 2 .* must have texts in turns, got \[5\]"),
         ("mt_bench", '{"turns": ["a"], "question_id": []}', "line 2 .* has no text in question_id"),
         ("math", '{"problem": "?", "answer": "1", "unique_id": {}}', "no text in unique_id"),
+        ("hagrid", '{"query": "?", "quotes": [1]}', "line 2 .* must have quotes with a text each"),
+        ("gpqa", '{"Question": "?", "Correct Answer": "1"}', "no text in Incorrect Answer 1"),
+        ("xsum", '{"document": "?"}', "line 2 of .*xsum.jsonl has no text in summary"),
         ("mbpp", '{"task_id": 13, "text": "", "test_list": [1]}', "must have texts in test_list"),
         ("mbpp", '{"task_id": 13, "text": "", "code": 1, "test_list": []}', "no text in code"),
     ],

@@ -30,6 +30,29 @@ def write_tasks(folder: Path) -> None:
         {"goal": f"count {word}", "sol1": "one by one", "sol2": "all together, with a spoon",
          "label": index % 2} for index, word in enumerate(_WORDS[:5])
     ])  # fmt: skip
+    _write(folder, "piqa_train", [
+        {"goal": f"find {word}", "sol1": "look", "sol2": "sleep", "label": 0}
+        for word in _WORDS[:2]
+    ])  # fmt: skip
+    _write(folder, "winogrande_train", [
+        {"context_options": ["The bag holds more than the box, so the bag",
+                             "The bag holds more than the box, so the box"],
+         "continuation": "was full first.", "gold": 1}
+    ])  # fmt: skip
+    _write(folder, "gpqa", [
+        {"Question": "Which is a prime?\n", "Correct Answer": "7", "Incorrect Answer 1": "8",
+         "Incorrect Answer 2": "9", "Incorrect Answer 3": " 10 ", "Record ID": "rec1"}
+    ])  # fmt: skip
+    news = "The king fell from his horse on Monday. He was not hurt."
+    _write(folder, "cnn_dailymail", [{"id": "a1", "article": news, "highlights": "A king fell."}])
+    _write(folder, "xsum", [{"id": 3, "document": news, "summary": "A king fell from a horse."}])
+    _write(folder, "hagrid", [
+        {"query_id": 5, "query": "Who fell?", "quotes": [
+            {"idx": 1, "text": "The king fell."}, {"idx": 2, "text": "His horse did not."}]}
+    ])  # fmt: skip
+    _write(folder, "classeval", [
+        {"task_id": "C_0", "skeleton": "class Pair:\n    def swap(self):\n        pass\n"}
+    ])  # fmt: skip
     _write(folder, "winogrande", [
         {"context_options": [f"The {word} fell, for the {other}" for other in ("box", "cat")],
          "continuation": "was open.", "gold": 0} for word in _WORDS[:3]

@@ -6,7 +6,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask, some_examples
+from specjax.evaluation.tasks.base import some_examples
+from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask
 from specjax.files.json_lines import Line
 
 _NUMBER = re.compile(r"-?\$?-?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")

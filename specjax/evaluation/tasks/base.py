@@ -48,6 +48,8 @@ class Identified(Protocol):
     def id(self) -> str: ...
 
 
+# The text of a number of worked examples, read from the folder of data.
+Examples = Callable[[Path, int], str]
 Item = TypeVar("Item", bound=Identified)
 Entry = TypeVar("Entry", bound=Identified)
 
@@ -97,6 +99,10 @@ class Task(abc.ABC, Generic[Entry]):
     def check(self, setup: Setup) -> None:
         """Raises ValueError where this system cannot judge the task's answers as `setup` wants."""
 
+    def kind(self, entry: Entry) -> str | None:
+        """The kind of an entry that the file names, such as a subject; None where it names none."""
+        return None
+
     def turns(self, entries: Sequence[Entry]) -> int:
         """The number of records that the entries lead to, later turns included."""
         return len(entries)
@@ -110,6 +116,31 @@ class Task(abc.ABC, Generic[Entry]):
     def counts(self, records: Sequence[Record]) -> dict[str, float]:
         """The counts of drafting over all records; empty for a task without a drafter."""
         return {}
+
+
+def identity(line: Line, name: str) -> str:
+    """A line's own id, a number or a text; its number in the file where it has none."""
+    own = line.fields.get(name, line.number)
+    return str(own) if isinstance(own, int) else line.text(name, default=str(line.number))
+
+
+def worked_examples(examples: Examples | None, own: int, shots: int | None, data: Path) -> str:
+    """The text before every question: as many examples as asked for, or a task's own number.
+
+    Raises ValueError for less than 0, and where there are too few examples.
+    """
+    count = own if shots is None else shots
+    if count < 0:
+        raise ValueError(f"shots must be at least 0, got {count}")
+    return examples(data, count) if examples is not None and count else ""
+
+
+def some_examples(path: Path, shots: int, read: Callable[[Line], str | None]) -> str:
+    """The first worked examples of a file. Raises ValueError where it has too few."""
+    found = [text for line in read_lines(path) if (text := read(line)) is not None]
+    if shots > len(found):
+        raise ValueError(f"{path} holds {len(found)} examples, shots={shots}")
+    return "".join(found[:shots])
 
 
 def mean(records: Sequence[Record], name: str) -> float:

@@ -1,9 +1,17 @@
-"""PIQA (Bisk et al. 2020) and WinoGrande (Sakaguchi et al. 2020), by the options' likelihood."""
+"""PIQA (Bisk et al. 2020), WinoGrande (Sakaguchi et al. 2020) and GPQA (Rein et al. 2023), by the
+options' likelihood."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from specjax.evaluation.tasks.base import identity, some_examples
 from specjax.evaluation.tasks.scored import Choice, ChoiceTask
 from specjax.files.json_lines import Line
+
+_WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 def _piqa(line: Line) -> Choice:
@@ -20,6 +28,15 @@ def _winogrande(line: Line) -> Choice:
     return _choice(line, options, "gold")
 
 
+def _gpqa(line: Line) -> Choice:
+    """The options have no letters, so that their order says nothing."""
+    context = f"Question: {line.text('Question').strip()}\nAnswer:"
+    options = tuple(
+        (context, " " + line.text(name).strip()) for name in ("Correct Answer", *_WRONG)
+    )
+    return Choice(identity(line, "Record ID"), options, gold=0)
+
+
 def _choice(line: Line, options: tuple[tuple[str, str], ...], name: str) -> Choice:
     gold = line.get(name, int)
     if not 0 <= gold < len(options):
@@ -29,7 +46,21 @@ def _choice(line: Line, options: tuple[tuple[str, str], ...], name: str) -> Choi
     return Choice(str(line.number), options, gold)
 
 
-PIQA = ChoiceTask("piqa", "PIQA: everyday physics, two options", "prompts/piqa.jsonl", _piqa)
-WINOGRANDE = ChoiceTask(
-    "winogrande", "WinoGrande: pronouns, two options", "prompts/winogrande.jsonl", _winogrande
-)
+def _examples(name: str, read: Callable[[Line], Choice], data: Path, shots: int) -> str:
+    """The training part's first choices, each with its right option."""
+
+    def worked(line: Line) -> str:
+        choice = read(line)
+        return "".join(choice.options[choice.gold]) + "\n\n"
+
+    return some_examples(data / "prompts" / f"{name}_train.jsonl", shots, worked)
+
+
+def _with_examples(name: str, title: str, read: Callable[[Line], Choice]) -> ChoiceTask:
+    examples = partial(_examples, name, read)
+    return ChoiceTask(name, title, f"prompts/{name}.jsonl", read, examples)
+
+
+PIQA = _with_examples("piqa", "PIQA: everyday physics, two options", _piqa)
+WINOGRANDE = _with_examples("winogrande", "WinoGrande: pronouns, two options", _winogrande)
+GPQA = ChoiceTask("gpqa", "GPQA: questions for experts, four options", "prompts/gpqa.jsonl", _gpqa)

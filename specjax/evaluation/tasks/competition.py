@@ -10,6 +10,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
+from specjax.evaluation.tasks.base import identity
 from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask
 from specjax.files.json_lines import Line
 
@@ -89,8 +90,14 @@ def _number(plain: str) -> Fraction | None:
 
 
 def _question(line: Line) -> Question:
-    identity = line.text("unique_id", default=str(line.number))
-    return Question(identity, _layout(line.text("problem")), line.text("answer"))
+    """The whole set's files name no answer, but their solutions end with one."""
+    answer = line.text("answer", default=boxed(line.text("solution", default="")) or "")
+    if not answer:
+        raise ValueError(f"line {line.number} of {line.path} has no answer, nor one in solution")
+    return Question(
+        identity(line, "unique_id"), _layout(line.text("problem")), answer,
+        kind=line.text("subject", "type", default="") or None,
+    )  # fmt: skip
 
 
 def _layout(problem: str) -> str:

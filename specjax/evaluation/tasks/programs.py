@@ -17,7 +17,8 @@ from pathlib import Path
 from specjax.checks import printable
 from specjax.evaluation import sandbox
 from specjax.evaluation.sandbox import Program
-from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask, some_examples
+from specjax.evaluation.tasks.base import some_examples
+from specjax.evaluation.tasks.written import Question, Verdict, WrittenTask
 from specjax.files.json_lines import Line
 
 _MBPP = "prompts/mbpp.jsonl"

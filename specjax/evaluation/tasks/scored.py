@@ -12,7 +12,14 @@ import numpy as np
 
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.runs import Record
-from specjax.evaluation.tasks.base import Setup, Task, mean, read_items
+from specjax.evaluation.tasks.base import (
+    Examples,
+    Setup,
+    Task,
+    mean,
+    read_items,
+    worked_examples,
+)
 from specjax.files.json_lines import Line, read_text
 from specjax.generation.text import TokenCodec
 
@@ -72,21 +79,32 @@ class ChoiceTask(ScoredTask):
     title: the task in a few words.
     file: the file of items, within the folder of data.
     read: makes a choice of a line.
+    examples: makes the text of worked examples before every context; there are none unless asked.
     """
 
     name: str
     title: str
     file: str
     read: Callable[[Line], Choice]
+    examples: Examples | None = None
 
-    def items(self, data: Path) -> list[Choice]:
-        """The task's choices. Raises ValueError where the file does not hold what it should."""
-        return read_items(data / self.file, self.read)
+    def items(self, data: Path, shots: int | None = None) -> list[Choice]:
+        """The choices, each context after `shots` worked examples.
+
+        Raises ValueError where a file does not hold what it should, or has too few examples.
+        """
+        examples = worked_examples(self.examples, 0, shots, data)
+        return [
+            dataclasses.replace(
+                item, options=tuple((examples + start, end) for start, end in item.options)
+            )
+            for item in read_items(data / self.file, self.read)
+        ]
 
     def entries(self, setup: Setup, data: Path, shots: int | None) -> list[Pairs]:
         return [
             Pairs(item.id, [_split(setup.tokenizer, *pair) for pair in item.options], item)
-            for item in self.items(data)
+            for item in self.items(data, shots)
         ]
 
     def record(self, entry: Pairs, found: list[float]) -> Record:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.evaluation import sandbox
 from specjax.evaluation.runs import Record
-from specjax.evaluation.tasks.base import Setup, Task, mean, read_items
-from specjax.files.json_lines import Line, read_lines
+from specjax.evaluation.tasks.base import (
+    Examples,
+    Setup,
+    Task,
+    mean,
+    read_items,
+    worked_examples,
+)
+from specjax.files.json_lines import Line
 from specjax.generation.batching import complete
 from specjax.generation.completion import Completion
 from specjax.generation.text import StopStrings, cut, output_text
@@ -29,12 +36,14 @@ class Question:
 
     reference: what the task's judge compares the answer with.
     later: questions that follow in the same conversation, each after the answer to the one before.
+    kind: the kind of question that the file names, such as a subject; None where it names none.
     """
 
     id: str
     prompt: str
     reference: Any = None
     later: tuple[str, ...] = ()
+    kind: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +52,12 @@ class Verdict:
 
     correct: None where answers are not judged.
     note: a remark that is kept in the record.
+    scores: the task's other scores of the answer, by name.
     """
 
     correct: bool | None
     note: str = ""
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Prompt(NamedTuple):
@@ -75,14 +86,15 @@ class WrittenTask(Task[Prompt]):
     file: the file of items, within the folder of data.
     read: makes a question, without examples, of a line; None where the line is not an item.
     judge: the verdict on an answer to a question, cut at the first of `stops`.
-    metric: the name of the share of correct answers; None where only speed is measured.
+    metric: the name of the share of correct answers; None where no answer is right or wrong.
     max_new_tokens: most tokens per answer.
     stops: texts that end an answer; another question begins there.
     frame: the layout of a question outside a chat template; "{}" stands for the question.
     judge_unsafe: where the judge runs what the model wrote: the same judge, also where nothing
         holds that; else None.
     shots: worked examples before every question.
-    examples: the text of a number of examples, read from the folder of data.
+    examples: makes their text.
+    scores: the names of the judge's other scores, of which the mean is taken.
     """
 
     name: str
@@ -96,7 +108,8 @@ class WrittenTask(Task[Prompt]):
     frame: str = "{}"
     judge_unsafe: Callable[[Question, str], Verdict] | None = None
     shots: int = 0
-    examples: Callable[[Path, int], str] | None = None
+    examples: Examples | None = None
+    scores: tuple[str, ...] = ()
     drafts = True
 
     def check(self, setup: Setup) -> None:
@@ -108,10 +121,7 @@ class WrittenTask(Task[Prompt]):
 
         Raises ValueError where a file does not hold what it should, or has too few examples.
         """
-        shots = self.shots if shots is None or self.examples is None else shots
-        if shots < 0:
-            raise ValueError(f"shots must be at least 0, got {shots}")
-        examples = self.examples(data, shots) if self.examples and shots else ""
+        examples = worked_examples(self.examples, self.shots, shots, data)
         return [
             dataclasses.replace(item, prompt=examples + item.prompt)
             for item in read_items(data / self.file, self.read)
@@ -132,6 +142,9 @@ class WrittenTask(Task[Prompt]):
 
     def entries(self, setup: Setup, data: Path, shots: int | None) -> list[Prompt]:
         return [self._prompt(setup, item, [item.prompt]) for item in self.items(data, shots)]
+
+    def kind(self, entry: Prompt) -> str | None:
+        return entry.question.kind
 
     def turns(self, entries: Sequence[Prompt]) -> int:
         return sum(1 + len(entry.question.later) for entry in entries)
@@ -164,10 +177,11 @@ class WrittenTask(Task[Prompt]):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return () if self.metric is None else ("correct",)
+        return (*(() if self.metric is None else ("correct",)), *self.scores)
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float]:
-        return {} if self.metric is None else {self.metric: mean(records, "correct")}
+        shares = {} if self.metric is None else {self.metric: mean(records, "correct")}
+        return shares | {name: mean(records, name) for name in self.scores}
 
     def counts(self, records: Sequence[Record]) -> dict[str, float]:
         total = {name: sum(record.get(name, 0) for record in records) for name in _COUNTS}
@@ -199,18 +213,5 @@ class WrittenTask(Task[Prompt]):
         unsafe = self.judge_unsafe if setup.unsafe else None
         verdict = (unsafe or self.judge)(entry.question, text)
         counts = {name: int(getattr(completion.stats, name)) for name in _COUNTS}
-        return {"id": entry.id, "correct": verdict.correct, "note": verdict.note, **counts,
-                "text": text, "tokens": tokens}  # fmt: skip
-
-
-def unjudged(question: Question, answer: str) -> Verdict:
-    """The judge of a task that measures speed alone."""
-    return Verdict(None)
-
-
-def some_examples(path: Path, shots: int, read: Callable[[Line], str | None]) -> str:
-    """The first worked examples of a file. Raises ValueError where it has too few."""
-    found = [text for line in read_lines(path) if (text := read(line)) is not None]
-    if shots > len(found):
-        raise ValueError(f"{path} holds {len(found)} examples, shots={shots}")
-    return "".join(found[:shots])
+        return {"id": entry.id, "correct": verdict.correct, "note": verdict.note, **verdict.scores,
+                **counts, "text": text, "tokens": tokens}  # fmt: skip
