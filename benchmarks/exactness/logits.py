@@ -7,8 +7,7 @@ difference beyond rounding would differ at wider distances too.
 
     python -m benchmarks.exactness.logits --peer PYTHON --json OUT
 
-`--peer` names the Python of an environment that `benchmarks/peers/transformers_logits.py`
-describes.
+`--peer` names the Python of an environment that `benchmarks/peers/install.sh` makes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ decode to itself, byte for byte, without names of special tokens.
 
     python -m benchmarks.exactness.tokens --peer PYTHON --json OUT
 
-`--peer` names the Python of an environment that `benchmarks/peers/llama_cpp.py` describes.
+`--peer` names the Python of an environment that `benchmarks/peers/install.sh` makes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import specjax
 from benchmarks.support.common import parser, table, write
 from benchmarks.support.instruct import MODEL
-from benchmarks.support.llama_cpp_process import LlamaCpp
+from benchmarks.support.peer_process import LlamaCpp
 
 ODD = (
     " ", "  ", "\t", "\u00a0", "\u3000", "\x7f", "a", "Z", "'s", "'LL", "7", "12345", "½", "Ⅷ",

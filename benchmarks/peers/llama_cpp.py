@@ -1,12 +1,7 @@
 """Measures llama.cpp through its C interface, on GGUF files of random weights in Q4_0 and Q8_0.
 
-    pip install gguf llama-cpp-python==0.3.36
-
-It quantizes activations to 8 bits for products with either format.
-
-pip compiles llama.cpp for the machine's own instruction set, in ten minutes on two cores. On a
-machine with AMX, compile it with clang (CC=clang CXX=clang++): gcc 12 moves tile loads, and its
-program crashes. The version is fixed because the low-level interface changes with llama.cpp.
+It quantizes activations to 8 bits for products with either format. `install.sh` beside this file
+installs it.
 
     python -m benchmarks.peers.llama_cpp [--batch 1 8] [--context 128 2048]
 """

@@ -1,8 +1,6 @@
 """Continues texts greedily by llama.cpp, for comparison in benchmarks/speed/beside_llama_cpp.py.
 
-    pip install llama-cpp-python==0.3.36
-
-`benchmarks/peers/llama_cpp.py` says how it is compiled. The script loads a GGUF file, then reads
+The script loads a GGUF file, then reads
 requests from standard input, a line of JSON each, and answers each with a line:
 
     {"prompts": [[1, 2], [3]], "new_tokens": 64, "stop": [2]}

@@ -1,7 +1,5 @@
 """Measures OpenVINO on a stateful int4 model of random weights (groups of 128, int4 head).
 
-    pip install openvino optimum-intel nncf
-
 The model is Hugging Face's, exported by optimum-intel and compressed by nncf. OpenVINO GenAI reads
 the same files, but needs a tokenizer and samples, so the script calls the runtime itself.
 

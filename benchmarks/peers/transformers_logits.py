@@ -1,7 +1,5 @@
 """Computes the logits of a GGUF model by transformers on torch, which dequantizes the file itself.
 
-    pip install torch transformers accelerate gguf
-
 Reads token ids, int[B, T], from a .npy file, and writes float32[B, T, V] to another.
 
     python -m benchmarks.peers.transformers_logits MODEL.gguf TOKENS.npy LOGITS.npy

@@ -12,7 +12,7 @@ exactly that text.
 
     python -m benchmarks.speed.beside_llama_cpp --peer PYTHON --json OUT
 
-`--peer` names the Python of an environment that `benchmarks/peers/llama_cpp.py` describes.
+`--peer` names the Python of an environment that `benchmarks/peers/install.sh` makes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import specjax
 from benchmarks.support.common import ROOT, pad, parser, table, write
 from benchmarks.support.instruct import MODEL, prompts, target
-from benchmarks.support.llama_cpp_process import LlamaCpp
+from benchmarks.support.peer_process import LlamaCpp
 from checkpoints_tools.sources import locate
 
 PEER = "llama.cpp"

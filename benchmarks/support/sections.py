@@ -199,6 +199,13 @@ ENGINES = Page(
                 "*read*: up to the first new token; *generate*: 64 tokens after it; *first*: from "
                 "the shell to the first token; *texts*: greedy answers.",
                 section_tables.compact_by_part, apart=True),
+        Section("speed.beside_speculation", "smollm2_engines",
+                "Speculative decoding of three engines",
+                "SmolLM2 answers real prompts greedily, one at a time, reading included; all "
+                "engines take turns. *speedup*: over the same engine's plain decoding, with its "
+                "95 % interval. *beside plain*: tokens per second over those of specjax's plain "
+                "decoding of the same weights. *identical*: answers that are those of the same "
+                "engine's plain decoding. llama.cpp has 8-bit activations.", compact),
         Section("speed.decode_step", "decode_step*", "A decode step, a billion parameters",
                 "Llama-3.2-1B's shape in 4 bits, beside llama.cpp and OpenVINO in the same run. "
                 "*over best same bits*: beside those whose activations have as many bits. "

@@ -75,10 +75,13 @@ def served(arguments: Sequence[str]) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def llama_cpp_served(program: str, model: str, rows: int, context: int) -> Iterator[Served]:
+def llama_cpp_served(
+    program: str, model: str, rows: int, context: int, *more: str
+) -> Iterator[Served]:
     """Starts llama.cpp's `llama-server` on a GGUF file, without a memory of prompts.
 
     program: the path of `llama-server`. rows, context: requests at a time, and tokens of each.
+    more: other options of the program.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -86,7 +89,7 @@ def llama_cpp_served(program: str, model: str, rows: int, context: int) -> Itera
         [
             program, "--model", str(locate(model)), "--port", str(port), "--parallel", str(rows),
             "--ctx-size", str(rows * context), "--no-cache-prompt", "--cache-ram", "0",
-            "--threads", str(psutil.cpu_count()),
+            "--threads", str(psutil.cpu_count()), *more,
         ],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
