@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 import specjax
 from specjax.serving.asks import Plan
+from specjax.serving.errors import HostGoneError
 from tests.support.live_server import Live, live_server
 
 MESSAGES: list[Any] = [
@@ -281,6 +283,28 @@ def test_an_engine_that_fails_says_so_and_goes_on(live, client, monkeypatch) -> 
     again = client.completions.create(prompt="A", max_tokens=8, **GREEDY)
     assert again.choices[0].text == before and before.startswith(text[:1])
     assert metrics(live)["specjax:engine_failures_total"] == 2
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("why", ["it cannot start anew", "another host is gone"])
+def test_an_engine_that_ends_ends_the_server(why, params, tokenizer, monkeypatch) -> None:
+    """Whoever waits is told so, those whose prompts nobody has taken up yet among them."""
+    plan = Plan(rows=1, context=256, queue=1, logprobs=0)
+    with live_server(params, tokenizer, plan=plan, drafter=specjax.Autoregressive()) as live:
+
+        def fail(*_: Any) -> None:
+            raise HostGoneError(why) if why == "another host is gone" else RuntimeError(why)
+
+        monkeypatch.setattr(live.engine._batch, "add", fail)
+        monkeypatch.setattr(live.engine, "_new_batch", fail)
+        answer = post(live, {**GREEDY, "prompt": "A", "max_tokens": 8, "n": 2})
+        assert answer.status_code == 500
+        assert re.search("the engine failed|the server ends", error_of(answer)["message"])
+        deadline = time.monotonic() + 30
+        with pytest.raises(httpx.ConnectError):
+            while time.monotonic() < deadline:
+                assert httpx.get(f"{live.url}/health").status_code == 503
+        assert isinstance(live.engine.gone, Exception) and str(live.engine.gone) == why
 
 
 def test_a_full_queue_a_key_and_an_ending(params, tokenizer) -> None:
