@@ -286,8 +286,11 @@ def _report(numbers: dict[str, float], target: Path | None) -> None:
 
 
 def _draw(result: Fidelity, activation: Activation, target: Path) -> None:
+    """Every token's two probabilities, with their distributions at the margins."""
     plot = pyplot()
-    figure, axes = plot.subplots(figsize=(5, 5))
+    places: dict[str, Any] = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
+    figure, parts = plot.subplot_mosaic("a.;bc", figsize=(6, 6), gridspec_kw=places)
+    axes, bins = parts["b"], np.linspace(0, 1, 41)
     for accepted, colour, label in (
         (True, "tab:green", "accepted"),
         (False, "tab:red", "rejected"),
@@ -297,6 +300,15 @@ def _draw(result: Fidelity, activation: Activation, target: Path) -> None:
         axes.scatter(
             result.precise[chosen], result.drafted[chosen], s=4, alpha=0.4, c=colour, label=label
         )
+        for name, values, lies in (
+            ("a", result.precise, "vertical"),
+            ("c", result.drafted, "horizontal"),
+        ):
+            parts[name].hist(
+                values[chosen], bins, histtype="step", color=colour, log=True, orientation=lies
+            )
+    parts["a"].set(ylabel="tokens", xticklabels=[])
+    parts["c"].set(xlabel="tokens", yticklabels=[])
     axes.set(xlabel="probability under a16", ylabel=f"probability under {activation}")
     axes.legend(loc="upper left")
     save_picture(figure, target, dpi=120, bbox_inches="tight")
