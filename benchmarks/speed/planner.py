@@ -9,7 +9,11 @@ exit status is 1 if a prediction is off by more than 10 %.
     python -m benchmarks.speed.planner --json OUT [--model DIR] [--draft DIR]
 
 `--widen` widens the models to a billion parameters (`benchmarks.support.widen`), so that a pass
-costs far more than starting it.
+costs far more than starting it. With `--target` the model is SmolLM2 instead, as "gguf" (4 bits) or
+"nested16", and drafts for itself: where that pays, by draft length and batch size, on prompts of
+five kinds.
+
+    python -m benchmarks.speed.planner --target nested16 --batch 1 4 8 --prompts 40 --json OUT
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import numpy as np
 from jax import lax
 
 import specjax
+from benchmarks.support import instruct
 from benchmarks.support.common import pad, parser, table, text_prompts, write
 from benchmarks.support.widen import DRAFT, LARGE, widen
 from specjax import planning
@@ -41,53 +46,78 @@ LENGTHS = {  # per kind: the first is measured, the others are predicted
     "half the layers": ((4,), (1,), (2,)),
     "two levels": ((8, 3), (4, 2), (6, 2), (6, 3)),
 }
+OWN = "its own draft"  # QSpec, of a model that has a cheap reading
+OWN_LENGTHS = ((6,), (1,), (2,), (3,), (4,), (6,))
 
 
 def main() -> int:
     options = _options()
+    params, prompts = _subject(options)
+    kinds = options.kinds if options.target is None else [OWN]
+    rows = [
+        row for batch in options.batch for row in _compared(params, prompts, kinds, batch, options)
+    ]
+    print(table(rows, list(rows[0])))
+    write(options.json, rows)
+    return int(any(abs(row["error"]) > BOUND for row in rows))
+
+
+def _subject(options: Any) -> tuple[specjax.Params, list[list[int]]]:
+    """The target and the prompts."""
+    if options.target is not None:
+        count = options.prompts // len(instruct.KINDS)
+        found = instruct.prompts(options.data, count, options.max_prompt)
+        return instruct.target(options.target), [ids for _, ids in found]
     params = specjax.load(options.model)
     if options.widen:
         params = widen(params, **LARGE)
     tokenizer = specjax.load_tokenizer(options.model)
     texts = text_prompts(options.data, "arithmetic", options.prompts)
-    prompts = [tokenizer.encode(text)[: options.max_prompt] for text in texts]
+    return params, [tokenizer.encode(text)[: options.max_prompt] for text in texts]
+
+
+def _compared(
+    params: specjax.Params, prompts: list[list[int]], kinds: list[str], batch: int, options: Any
+) -> list[dict[str, Any]]:
+    """The rows of one batch size."""
+    name = Path(options.model).name + (", widened" if options.widen else "")
+    if options.target is not None:
+        name = f"{instruct.MODEL}, {options.target}"
     predicted: dict[str, dict[str, float]] = {}
     measured: dict[str, dict[str, float]] = {}
-    for kind in options.kinds:
-        longest, *others = LENGTHS[kind]
+    for kind in kinds:
+        longest, *others = LENGTHS.get(kind, OWN_LENGTHS)
         first = _drafter(kind, longest, params, options)
-        found = planning.measure(
-            params, first, prompts, rows=options.batch, max_new_tokens=options.max_new_tokens
-        )
+        tokens = options.max_new_tokens
+        found = planning.measure(params, first, prompts, rows=batch, max_new_tokens=tokens)
         drafters: dict[str, specjax.Drafter] = {"plain": specjax.Autoregressive()}
         for lengths in others:
-            name = f"{kind}, {'+'.join(map(str, lengths))}"
-            drafters[name] = _with_lengths(first, lengths)
+            drafter = f"{kind}, {'+'.join(map(str, lengths))}"
+            drafters[drafter] = _with_lengths(first, lengths)
             levels = [
                 dataclasses.replace(level, draft_length=n)
                 for level, n in zip(found.levels, lengths, strict=True)
             ]
-            tokens = options.max_new_tokens
             rounds = planning.expected_rounds(tokens, levels[0].acceptance, lengths[0])
-            predicted[name] = {
+            predicted[drafter] = {
+                "draft_length": lengths[0],
+                "acceptance": levels[0].acceptance,
                 "predicted_tokens": tokens / rounds,
                 "predicted": planning.speedup(levels, found.draft_cost, tokens),
             }
-        measured |= _measure(params, prompts, drafters, options)  # before the machine changes
-    rows = [
+        # At once, before the machine changes.
+        measured |= _measure(params, prompts, drafters, batch, options)
+    return [
         {
-            "model": Path(options.model).name + (", widened" if options.widen else ""),
-            "batch": options.batch,
-            "drafter": name,
+            "model": name,
+            "batch": batch,
+            "drafter": drafter,
             **values,
-            **measured[name],
-            "error": values["predicted"] / measured[name]["measured"] - 1,
+            **measured[drafter],
+            "error": values["predicted"] / measured[drafter]["measured"] - 1,
         }
-        for name, values in predicted.items()
+        for drafter, values in predicted.items()
     ]
-    print(table(rows, list(rows[0])))
-    write(options.json, rows)
-    return int(any(abs(row["error"]) > BOUND for row in rows))
 
 
 def _options() -> Any:
@@ -97,7 +127,8 @@ def _options() -> Any:
     add("--draft", help="a small model for the last level; default: half the layers")
     add("--widen", action="store_true", help="widen the models to a billion parameters")
     add("--kinds", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
-    add("--batch", type=int, default=1)
+    add("--target", choices=("gguf", "nested16"), help="SmolLM2 in this form, with its own drafts")
+    add("--batch", type=int, nargs="+", default=[1])
     add("--prompts", type=int, default=8, help="number of prompts, a multiple of the batch")
     add("--max-prompt", type=int, default=96)
     add("--max-new-tokens", type=int, default=96)
@@ -109,6 +140,8 @@ def _drafter(
     kind: str, lengths: tuple[int, ...], params: specjax.Params, options: Any
 ) -> specjax.Drafter:
     """A drafter of the kind."""
+    if kind == OWN:
+        return specjax.QSpec(lengths[0], "a8")
     half = specjax.LayerSkip(tuple(range((params.config.num_layers + 1) // 2)), lengths[-1])
     if kind == "half the layers":
         return half
@@ -146,6 +179,7 @@ def _measure(
     params: specjax.Params,
     prompts: list[list[int]],
     drafters: dict[str, specjax.Drafter],
+    batch: int,
     options: Any,
 ) -> dict[str, dict[str, float]]:
     """The speed-up of every drafter over the one named "plain", and its tokens per round."""
@@ -153,7 +187,7 @@ def _measure(
 
     def run(drafter: specjax.Drafter, first: int) -> tuple[float, np.ndarray]:
         """The seconds, tokens and rounds of some prompts."""
-        tokens, lengths = pad(prompts[first : first + options.batch], width)
+        tokens, lengths = pad(prompts[first : first + batch], width)
         state = start(
             params, tokens, prompt_lengths=lengths, drafter=drafter,
             max_new_tokens=options.max_new_tokens, stop_tokens=(),
@@ -168,7 +202,7 @@ def _measure(
         run(drafter, 0)  # compiles
     seconds = dict.fromkeys(drafters, 0.0)
     counts = {name: np.zeros(2) for name in drafters}
-    for first in range(0, len(prompts), options.batch):
+    for first in range(0, len(prompts), batch):
         turns = [
             {name: run(drafter, first) for name, drafter in drafters.items()}
             for _ in range(options.repeats)

@@ -17,6 +17,7 @@ def draw(folder: Path) -> None:
     plt.rcParams.update({"legend.fontsize": 8, "axes.grid": True, "grid.alpha": 0.3})
     greedy = load("epyc/compression_greedy").rows
     _instruct(folder / "instruct.png")
+    _where_it_pays(folder / "where-it-pays.png")
     _acceptance(load("epyc/outputs_tiny_8").rows, folder / "acceptance-tiny.png")
     _steps([row for row in greedy if "by_step" in row], folder / "tokens-by-step.png")
     sources = [r for name in ("compression", "compression_greedy", "compression_choices")
@@ -62,6 +63,26 @@ def _instruct(path: Path) -> None:
         "speed-up over plain decoding of the same model (the line)\nSmolLM2-135M-Instruct, "
         f"real prompts, {environment['cores']} cores of an {environment['processor']}", fontsize=8,
     )  # fmt: skip
+    _save(figure, path)
+
+
+def _where_it_pays(path: Path) -> None:
+    """SmolLM2's speed-up by its own drafts, measured and predicted, by draft length and batch."""
+    figure, panels = plt.subplots(1, 2, figsize=(6.5, 3.2), sharey=True, layout="constrained")
+    for axes, (target, name) in zip(
+        panels, (("nested16", "nested"), ("gguf", "4 bits")), strict=True
+    ):
+        rows = load(f"epyc/smollm2_planner_{target}").rows
+        for batch in dict.fromkeys(row["batch"] for row in rows):
+            chosen = select(rows, batch=batch)
+            lengths = [row["draft_length"] for row in chosen]
+            (line,) = axes.plot(lengths, [row["predicted"] for row in chosen], "--")
+            measured = [row["measured"] for row in chosen]
+            axes.plot(lengths, measured, "o", color=line.get_color(), label=f"batch {batch}")
+        axes.axhline(1, color="0.2", linewidth=1, zorder=0)
+        axes.set(xlabel="draft length", title=name)
+    panels[0].set(ylabel="speed-up over its plain decoding", ylim=(0, None))
+    panels[0].legend(title="dots measured, lines predicted", title_fontsize=8)
     _save(figure, path)
 
 

@@ -42,6 +42,8 @@ HEADINGS = {
     "smollm2_drafters_levels": "N-grams below a cast",
     "smollm2_drafters_nested8": "A model of 8 bits",
     "smollm2_drafters_others": "Other drafters",
+    "smollm2_planner_nested16": "Nested",
+    "smollm2_planner_gguf": "4 bits",
     "papers_article": "The article on quantized drafts",
     "papers_ml_specqd": "ML-SpecQD, tables I and II",
     "papers_qspec_4": "QSpec, table 4",
@@ -153,6 +155,10 @@ BILLION = Page(
                 "the output matrix in 16 bits; *4-bit target* rows compare with plain decoding of "
                 "that model.", compact, apart=True),
         Section("speed.planner", "planner", "Predicted and measured speed-up", render=compact),
+        Section("speed.planner", "smollm2_planner*", "Where a model's own draft pays",
+                "SmolLM2 drafts for itself by `QSpec`, beside its plain decoding; real prompts, "
+                "whose reading is not in the times. The longest draft is measured, and from it "
+                "the formula predicts the others.", compact, apart=True),
     ),
 )  # fmt: skip
 
