@@ -1,12 +1,14 @@
-"""The decode step of other engines, for comparison in benchmarks/speed/decode_step.py.
+"""Other engines, each in its own process and in an environment that `install.sh` makes.
 
-Each module measures one engine in its own process and in the peers' own Python environment. It
-reads the shape from here, imports nothing that needs jax, and prints one line of JSON per
-measurement. It makes its own model with random weights and keeps it for the next run.
+No module imports anything that needs jax. `*_texts` continue texts and `*_logits` computes logits
+of a real model; the others are for the decode step in benchmarks/speed/decode_step.py. These read
+the shape from here and print one line of JSON per measurement. They make their own models with
+random weights and keep them for the next run.
 
-Every engine decodes with all cores, one new token per row and call, without sampling, and reads
-prompts with the logits of every token. Row 0's prompt is copied to the cache entries of the other
-rows. Half of the measured steps lie before the requested context, half after it.
+For a decode step every engine decodes with all cores, one new token per row and call, without
+sampling, and reads prompts with the logits of every token. Row 0's prompt is copied to the cache
+entries of the other rows. Half of the measured steps lie before the requested context, half after
+it.
 """
 
 from __future__ import annotations

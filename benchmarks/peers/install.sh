@@ -13,7 +13,7 @@ folder=${1:?"usage: benchmarks/peers/install.sh FOLDER"}
 llama=llama-cpp-python==0.3.36
 
 python3 -m venv "$folder"
-"$folder/bin/pip" install torch==2.13.0
+"$folder/bin/pip" install cmake torch==2.13.0
 "$folder/bin/pip" install gguf "$llama" openvino optimum-intel nncf transformers accelerate
 "$folder/bin/pip" uninstall --yes torchvision
 
@@ -21,7 +21,7 @@ source=$(mktemp -d)
 trap 'rm -rf "$source"' EXIT
 "$folder/bin/pip" download --no-deps --no-binary llama-cpp-python --dest "$source" "$llama"
 tar --extract --gzip --file "$source"/*.tar.gz --directory "$source" --strip-components 1
-cmake -S "$source/vendor/llama.cpp" -B "$source/build" -DCMAKE_BUILD_TYPE=Release \
+"$folder/bin/cmake" -S "$source/vendor/llama.cpp" -B "$source/build" -DCMAKE_BUILD_TYPE=Release \
     -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-cmake --build "$source/build" --target llama-server --parallel
+"$folder/bin/cmake" --build "$source/build" --target llama-server --parallel "$(nproc)"
 cp "$source/build/bin/llama-server" "$folder/bin/"

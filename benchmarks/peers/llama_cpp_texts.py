@@ -1,7 +1,7 @@
 """Continues texts greedily by llama.cpp, for comparison in benchmarks/speed/beside_llama_cpp.py.
 
-The script loads a GGUF file, then reads
-requests from standard input, a line of JSON each, and answers each with a line:
+The script loads a GGUF file, then reads requests from standard input, a line of JSON each, and
+answers each with a line:
 
     {"prompts": [[1, 2], [3]], "new_tokens": 64, "stop": [2]}
     {"tokens": [[…], […]], "read_seconds": 0.1, "step_seconds": 0.5, "steps": 63}

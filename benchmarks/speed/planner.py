@@ -9,9 +9,10 @@ exit status is 1 if a prediction is off by more than 10 %.
     python -m benchmarks.speed.planner --json OUT [--model DIR] [--draft DIR]
 
 `--widen` widens the models to a billion parameters (`benchmarks.support.widen`), so that a pass
-costs far more than starting it. With `--target` the model is SmolLM2 instead, as "gguf" (4 bits) or
-"nested16", and drafts for itself: where that pays, by draft length and batch size, on prompts of
-five kinds.
+costs far more than starting it.
+
+With `--target` the model is SmolLM2, as "gguf" (4 bits) or "nested16", and drafts for itself
+(QSpec), on prompts of five kinds. The rows say where that pays, by draft length and batch size.
 
     python -m benchmarks.speed.planner --target nested16 --batch 1 4 8 --prompts 40 --json OUT
 """
@@ -53,6 +54,9 @@ OWN_LENGTHS = ((6,), (1,), (2,), (3,), (4,), (6,))
 def main() -> int:
     options = _options()
     params, prompts = _subject(options)
+    for batch in options.batch:
+        if len(prompts) % batch:
+            raise ValueError(f"--batch must divide the {len(prompts)} prompts, got {batch}")
     kinds = options.kinds if options.target is None else [OWN]
     rows = [
         row for batch in options.batch for row in _compared(params, prompts, kinds, batch, options)
@@ -127,7 +131,11 @@ def _options() -> Any:
     add("--draft", help="a small model for the last level; default: half the layers")
     add("--widen", action="store_true", help="widen the models to a billion parameters")
     add("--kinds", nargs="+", default=[*LENGTHS], choices=[*LENGTHS])
-    add("--target", choices=("gguf", "nested16"), help="SmolLM2 in this form, with its own drafts")
+    add(
+        "--target",
+        choices=("gguf", "nested16"),
+        help="SmolLM2 like this, in place of --model and --kinds",
+    )
     add("--batch", type=int, nargs="+", default=[1])
     add("--prompts", type=int, default=8, help="number of prompts, a multiple of the batch")
     add("--max-prompt", type=int, default=96)

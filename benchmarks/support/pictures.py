@@ -82,7 +82,7 @@ def _where_it_pays(path: Path) -> None:
         axes.axhline(1, color="0.2", linewidth=1, zorder=0)
         axes.set(xlabel="draft length", title=name)
     panels[0].set(ylabel="speed-up over its plain decoding", ylim=(0, None))
-    panels[0].legend(title="dots measured, lines predicted", title_fontsize=8)
+    panels[1].legend(loc="lower left", title="dots measured, lines predicted", title_fontsize=8)
     _save(figure, path)
 
 

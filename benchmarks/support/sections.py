@@ -157,8 +157,9 @@ BILLION = Page(
         Section("speed.planner", "planner", "Predicted and measured speed-up", render=compact),
         Section("speed.planner", "smollm2_planner*", "Where a model's own draft pays",
                 "SmolLM2 drafts for itself by `QSpec`, beside its plain decoding; real prompts, "
-                "whose reading is not in the times. The longest draft is measured, and from it "
-                "the formula predicts the others.", compact, apart=True),
+                "whose reading is not in the times. Costs and acceptance are measured at the "
+                "longest draft, and the formula predicts the speed-ups from them.", compact,
+                apart=True),
     ),
 )  # fmt: skip
 

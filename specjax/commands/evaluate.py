@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import specjax
 from pallas_kernels.activations import ACTIVATIONS, LEVELS, Activation
-from specjax.checks import printable
+from specjax.checks import printable, shown
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
 from specjax.commands.files import check_picture, pyplot, save_picture, write_json
 from specjax.commands.options import (
@@ -106,7 +106,10 @@ def _shots(text: str) -> int | dict[str, int]:
     if "=" not in text:
         return integer(text)
     pairs = [part.partition("=") for part in text.split(",")]
-    return {name.strip(): integer(count) for name, _, count in pairs}
+    found = {name.strip(): integer(count) for name, _, count in pairs}
+    if len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f"must name each task once, got {shown(text)}")
+    return found
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -307,8 +310,12 @@ def _draw(result: Fidelity, activation: Activation, target: Path) -> None:
             parts[name].hist(
                 values[chosen], bins, histtype="step", color=colour, log=True, orientation=lies
             )
-    parts["a"].set(ylabel="tokens", xticklabels=[])
-    parts["c"].set(xlabel="tokens", yticklabels=[])
+    parts["a"].sharex(axes)
+    parts["a"].set_ylabel("tokens")
+    parts["a"].tick_params(labelbottom=False)
+    parts["c"].sharey(axes)
+    parts["c"].set_xlabel("tokens")
+    parts["c"].tick_params(labelleft=False)
     axes.set(xlabel="probability under a16", ylabel=f"probability under {activation}")
     axes.legend(loc="upper left")
     save_picture(figure, target, dpi=120, bbox_inches="tight")

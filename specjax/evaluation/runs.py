@@ -63,7 +63,7 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("task", "id", "text", "error", "note"), check_text),
     **dict.fromkeys(("rounds", "drafted", "tested", "accepted", "generated"), _COUNT),
     "scored": Whole(1, 2**62),
-    "nats": _check_number,
+    **dict.fromkeys(("nats", "rouge1", "rouge2", "rougeL"), _check_number),
     **dict.fromkeys(("log_likelihoods", "tokens"), _check_numbers),
     **dict.fromkeys(("correct", "correct per character"), _check_verdict),
 }

@@ -8,7 +8,7 @@ decoding with low-precision activations (W4A8, W4A4). A 16-bit model has one: pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -89,9 +89,12 @@ def fidelity_rows(
     ) -> tuple[TaskResult, ...]:
         report = None if progress is None else lambda state: progress(method, state)
         file = None if out is None else Path(out) / f"{scheme}-{method}.jsonl"
+        given = options
+        if names is not tasks and isinstance(shots := options.get("shots"), Mapping):
+            given = {**options, "shots": {name: shots[name] for name in names if name in shots}}
         results = evaluate(
             params, tokenizer, names, data, drafter=drafter, activation=activation, out=file,
-            progress=report, **options,
+            progress=report, **given,
         )  # fmt: skip
         return tuple(results)
 

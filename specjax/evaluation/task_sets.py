@@ -115,7 +115,8 @@ def evaluate(
         data axis.
       limit: use so many items of each task alone (windows of a text); None: all.
       sample_seed: decides which; None: the first ones.
-      balanced: take as many items of every kind that a task's file names: MATH's subjects.
+      balanced: take as many of the `limit` items of every kind that a task's file names: MATH's
+        subjects.
       shots: worked examples before the questions of tasks that have them, of all or by task; None:
         the tasks' own numbers.
       max_new_tokens: most tokens per answer; None: the tasks' own numbers.
@@ -148,6 +149,8 @@ def evaluate(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if sample_seed is not None:
         check_seed("sample_seed", sample_seed)
+    if balanced and limit is None:
+        raise ValueError("balanced goes with limit, got None: all items are taken")
     chosen = _find(tasks)
     if drafter is None:
         drafter = Auto() if activation == "a16" else Autoregressive()
@@ -201,9 +204,13 @@ def _shots(shots: int | Mapping[str, int] | None, tasks: Sequence[str]) -> list[
     """The number of worked examples of every task."""
     if not isinstance(shots, Mapping):
         return [shots for _ in tasks]
-    for name in shots:
+    for name, count in shots.items():
         if name not in tasks:
             raise ValueError(f"shots names {name!r}; the tasks are {', '.join(tasks)}")
+        if count and getattr(TASKS[name], "examples", None) is None:
+            raise ValueError(
+                f"shots must be 0 for {name}, which has no worked examples, got {count}"
+            )
     return [shots.get(name) for name in tasks]
 
 

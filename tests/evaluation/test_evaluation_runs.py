@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -243,7 +244,7 @@ def test_a_seed_decides_the_items(folder) -> None:
         _evaluate(folder, ["piqa"], limit=2, sample_seed=7, out=out)
 
 
-def test_a_sample_of_all_kinds_alike(folder) -> None:
+def test_a_sample_of_all_kinds_alike(folder, capsys) -> None:
     lines = [
         {
             "problem": f"What is ${n}$?",
@@ -255,19 +256,34 @@ def test_a_sample_of_all_kinds_alike(folder) -> None:
     (folder / "prompts" / "math500.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (found,) = _evaluate(folder, ["math"], limit=4, shots=0, balanced=True)
     assert [record["id"] for record in found.records] == ["1", "2", "6", "7"]
-    out = folder / "results.jsonl"
+    out, command = folder / "results.jsonl", ["evaluate", "math", "piqa", "--data", str(folder)]
+    assert main([*command, "--limit", "2", "--balanced", "--shots", "math=0,piqa=2",
+                 "--max-new-tokens", "2", "--out", str(out)]) == 0  # fmt: skip
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines[0]["shots"] == {"math": 0, "piqa": 2}
+    assert [line["id"] for line in lines[1:]] == ["1", "6", "1", "2"]
+    with pytest.raises(SystemExit):
+        main([*command, "--shots", "piqa=1,piqa=2"])
+    assert "must name each task once" in capsys.readouterr().err
+    out.unlink()
     _evaluate(folder, ["math"], limit=4, shots=0, balanced=True, out=out)
     with pytest.raises(ValueError, match="holds results of another run, with data"):
         _evaluate(folder, ["math"], limit=4, shots=0, out=out)
     with pytest.raises(ValueError, match=r"balanced needs .* such as math, got gsm8k"):
-        _evaluate(folder, ["gsm8k"], balanced=True)
+        _evaluate(folder, ["gsm8k"], limit=1, balanced=True)
 
 
 def test_summaries_have_the_means_of_their_scores(folder) -> None:
-    (found,) = _evaluate(folder, ["xsum"])
-    (record,) = found.records
-    assert found.metrics == {name: record[name] for name in ("rouge1", "rouge2", "rougeL")}
-    assert record["correct"] is None and found.summary()["rouge1"] == record["rouge1"]
+    scores = {"rouge1": 0.5, "rouge2": 0.25, "rougeL": 0.5}
+    lines = [{"task": "xsum", "id": str(n), "correct": None, "note": "", "text": "", "tokens": [],
+              **{name: score * n for name, score in scores.items()}} for n in (1, 2)]  # fmt: skip
+    assert TASKS_BY_NAME["xsum"].metrics(lines) == {n: 1.5 * s for n, s in scores.items()}
+    out = folder / "results.jsonl"
+    (found,) = _evaluate(folder, ["xsum"], out=out)
+    assert found.records[0]["correct"] is None and set(found.metrics) == set(scores)
+    out.write_text(re.sub('"rouge2": [^,]+', '"rouge2": "much"', out.read_text()))
+    with pytest.raises(ValueError, match="rouge2 in line 2 of"):
+        _evaluate(folder, ["xsum"], out=out)
 
 
 def test_files_that_are_refused(folder) -> None:
@@ -311,6 +327,11 @@ def test_files_that_are_refused(folder) -> None:
     ("change", "message"),
     [
         ({"shots": {"gsm8k": 1, "mbpp": 0}}, "shots names 'mbpp'; the tasks are gsm8k, piqa"),
+        (
+            {"shots": {"wikitext2": 1}},
+            "shots must be 0 for wikitext2, which has no worked examples",
+        ),
+        ({"balanced": True}, "balanced goes with limit"),
         ({"shots": {"piqa": -1}}, "shots must be at least 0, got -1"),
         ({"sample_seed": -1}, "sample_seed must be an integer from 0 to 4294967295, got -1"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; the tasks are gsm8k, math"),
@@ -419,7 +440,8 @@ def test_programs_run_behind_walls_or_when_told_to(folder, monkeypatch, capsys) 
 def test_evaluate_table_command(folder, capsys) -> None:
     target = folder / "table.json"
     options = ["--data", str(folder), "--models", "RTN=tiny", "--json", str(target)]
-    assert main(["evaluate", "table", "piqa", *options]) == 0
+    shots = ["--shots", "piqa=1,gsm8k=0", "--max-new-tokens", "4", "--limit", "1"]
+    assert main(["evaluate", "table", "piqa", "gsm8k", *options, *shots]) == 0
     assert "| RTN | QSpec |" in capsys.readouterr().out
     assert [row["method"] for row in json.loads(target.read_text())] == [
         "W4A16", "QSpec", "W4A8", "W4A4",

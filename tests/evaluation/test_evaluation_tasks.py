@@ -92,7 +92,8 @@ def test_different_answers(first, second) -> None:
 def test_boxed() -> None:
     assert boxed(r"first \boxed{1}, then \boxed{\frac{a}{b}}.") == r"\frac{a}{b}"
     assert boxed(r"\boxed{never closed {") is None
-    assert boxed("no box") is None
+    assert boxed("no box") is None and boxed(r"\boxed") is None
+    assert boxed(r"so $x = \boxed 2$, and no more.") == "2"
     question = Question("1", "", "6")
     assert MATH.judge(question, r"so $x = \boxed{6}$").correct
     assert not MATH.judge(question, "so x = 6").correct  # an answer is boxed or it is none
@@ -167,17 +168,20 @@ def test_examples_of_choices_come_before_every_context(tmp_path) -> None:
 def test_options_for_experts(tmp_path) -> None:
     write_tasks(tmp_path)
     (item,) = GPQA.items(tmp_path)
-    assert item.id == "rec1" and item.gold == 0
-    assert [end for _, end in item.options] == [" 7", " 8", " 9", " 10"]
+    assert item.id == "rec1" and item.options[item.gold][1] == " 7"
+    assert [end for _, end in item.options] == [" 8", " 7", " 9", " 10"]
     assert {context for context, _ in item.options} == {"Question: Which is a prime?\nAnswer:"}
 
 
-@pytest.mark.parametrize(("task", "reference"), [(CNN_DAILYMAIL, "A king fell."), (XSUM, None)])
+@pytest.mark.parametrize(
+    ("task", "reference"),
+    [(CNN_DAILYMAIL, "A king fell."), (XSUM, "A king fell from a horse.")],
+)
 def test_summaries_are_scored(task, reference, tmp_path) -> None:
     write_tasks(tmp_path)
     (item,) = task.items(tmp_path)
     assert item.prompt.startswith("Article: The king") and item.prompt.endswith("\nSummary:")
-    assert reference in (None, item.reference)
+    assert item.reference == reference
     assert dict(task.judge(item, item.reference).scores) == dict.fromkeys(task.scores, 1.0)
     assert dict(task.judge(item, "").scores) == dict.fromkeys(task.scores, 0.0)
     partly = task.judge(Question("1", "", "the cat sat"), "the cats ran away").scores
@@ -206,6 +210,14 @@ def test_lines_of_the_whole_set(tmp_path) -> None:
     (tmp_path / MATH.file).write_text(json.dumps({**line, "solution": "It is 2."}))
     with pytest.raises(ValueError, match=r"line 1 of .* has no answer, nor one in solution"):
         MATH.items(tmp_path)
+    (tmp_path / MATH.file).write_text(json.dumps({**line, "answer": "3", "solution": None}))
+    assert MATH.items(tmp_path)[0].reference == "3"
+
+
+def test_a_blank_line_ends_no_answer_in_a_chat() -> None:
+    answer = "Here it is:\n\nA king fell.\nArticle: another"
+    assert XSUM.cut(answer) == "Here it is:"
+    assert XSUM.cut(answer, chat=True) == "Here it is:\n\nA king fell."
 
 
 def test_a_balanced_sample_has_all_kinds_alike(data) -> None:

