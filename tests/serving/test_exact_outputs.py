@@ -118,7 +118,7 @@ def test_hundreds_of_short_responses(live, client, all_cases) -> None:
 
 @pytest.mark.exhaustive
 def test_no_request_waits_for_a_compilation(live, client, all_cases) -> None:
-    """What the engine has compiled while it serves is compiled in a thread of its own."""
+    """The engine compiles in a thread of its own while it serves."""
     compiled: list[str] = []
 
     def hear(event: str, *_: Any, **__: Any) -> None:

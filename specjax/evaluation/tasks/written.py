@@ -88,8 +88,8 @@ class WrittenTask(Task[Prompt]):
     judge: the verdict on an answer to a question, cut at the first of `stops`.
     metric: the name of the share of correct answers; None where no answer is right or wrong.
     max_new_tokens: most tokens per answer.
-    stops: texts that end an answer, because another question begins there; or a blank line, which
-        ends none in a chat.
+    stops: texts that end an answer, because another question begins there. A blank line among them
+        does not end one in a chat.
     frame: the layout of a question outside a chat template; "{}" stands for the question.
     judge_unsafe: where the judge runs what the model wrote: the same judge, also where nothing
         holds that; else None.
