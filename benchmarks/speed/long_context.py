@@ -8,7 +8,7 @@ reading too. Rows hold the geometric mean over batches, with its 95 % interval b
 output is compared with plain decoding's. Programs are compiled before.
 
     python -m benchmarks.speed.long_context --context 7900 --json OUT
-    python -m benchmarks.speed.long_context --context 7900 --batch 4 --json OUT
+    python -m benchmarks.speed.long_context --context 4096 --batch 8 --drafters Auto --json OUT
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ def main() -> int:
         },
         "Auto": settled(specjax.Auto(), params, options.batch, 16, "a16", options.context),
     }
+    for name in options.drafters:
+        if name not in drafters:
+            raise ValueError(f"--drafters must be of {', '.join(drafters)}, got {name}")
+    drafters = {name: drafters[name] for name in (PLAIN, *(options.drafters or drafters))}
     prompts = list(_prompts(options.data, options.context, options.prompts))
     batches = [prompts[i : i + options.batch] for i in range(0, len(prompts), options.batch)]
     turns: list[dict[str, Turn]] = []
@@ -90,6 +94,7 @@ def _options() -> Any:
     add("--context", type=int, default=7900, help="tokens of a prompt")
     add("--prompts", type=int, default=4, help="of each kind")
     add("--batch", type=int, default=1)
+    add("--drafters", nargs="+", default=[], help="beside plain decoding; default: all")
     add("--length", type=int, default=3, help="tokens per draft")
     add("--max-new-tokens", type=int, default=64)
     return parse.parse_args()

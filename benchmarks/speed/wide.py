@@ -9,6 +9,7 @@ while nothing else runs, and then all programs are compiled at once; `compile_s`
 time. Every output is compared with plain decoding's.
 
     python -m benchmarks.speed.wide --json OUT [--batch 1 8 32] [--cases "Auto, 4 bits"]
+    python -m benchmarks.speed.wide --json OUT --temperature 0.7
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def _options() -> Any:
     add("--max-prompt", type=int, default=96, help="tokens used of each prompt")
     add("--max-new-tokens", type=int, default=128)
     add("--turns", type=int, default=3)
+    add("--temperature", type=float, default=0.0, help="0: greedy")
     return parse.parse_args()
 
 
@@ -114,12 +116,17 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
         for i in range(0, max(options.prompts, batch), batch)
     ]
 
+    sampled: dict[str, Any] = {}
+    if options.temperature:
+        sampling = specjax.Sampling(temperature=options.temperature)
+        sampled = {"sampling": sampling, "key": jax.random.key(0)}
+
     def decode(name: str, chunk: Chunk) -> specjax.DecodeResult:
         params, drafter = cases[name]
         tokens, lengths = chunk
         return specjax.decode(
             params, tokens, prompt_lengths=lengths, drafter=drafter, stop_tokens=(),
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=options.max_new_tokens, **sampled,
         )  # fmt: skip
 
     def first(name: str) -> float:
@@ -144,7 +151,8 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
         }
         loops = sum(int(part.rounds.max()) for part in stats)
         row = {
-            "drafter": name, "batch": batch, "prompts": len(chunks) * batch,
+            "drafter": name, "batch": batch, "temperature": options.temperature,
+            "prompts": len(chunks) * batch,
             "tokens_per_second": total["generated"] * options.turns / float(seconds[name].sum()),
             "tokens_per_round": total["generated"] / total["rounds"],
             "kept": total["accepted"] / max(total["drafted"], 1),
