@@ -6,7 +6,8 @@ have something to look up. The target's logits give the probability of every suc
 keeps their number to a few thousand, and rare texts share one cell. If the counts follow the
 probabilities, chi-square's p-value is uniform in 0 … 1; a value below 0.001 / (number of drafters)
 is a failure. Every drafter draws from random numbers of its own, so the rows are independent tests,
-and whether all p-values together are uniform is printed too (Kolmogorov-Smirnov).
+and whether all p-values together are uniform is printed too (Kolmogorov-Smirnov). The same command
+on the same commit goes on where it was stopped.
 
     python -m benchmarks.exactness.chi_square --draft DIRECTORY --json OUT
 """
@@ -24,7 +25,7 @@ from scipy import stats
 from tqdm import tqdm
 
 import specjax
-from benchmarks.support.common import parser, table, text_prompts, write
+from benchmarks.support.common import kept_rows, parser, table, text_prompts, write
 from benchmarks.support.drafter_table import model_drafters
 from specjax import (
     Auto,
@@ -83,8 +84,10 @@ def main() -> int:
     cases = {name: cases[name] for name in options.drafters or cases}
     targets = (params, integers, nested)
     exact = {id(target): text_probabilities(target, prompt) for target in targets}
-    rows = []
-    for name, (target, drafter) in tqdm(cases.items(), file=sys.stderr):
+    rows = kept_rows(options.json)
+    done = {row["drafter"] for row in rows}
+    left = {name: case for name, case in cases.items() if name not in done}
+    for name, (target, drafter) in tqdm(left.items(), file=sys.stderr):
         texts = sampled_texts(target, prompt, drafter, seeds[name], options)
         result = compare(texts, exact[id(target)])
         rows.append({"model": options.model, "drafter": name, "seed": seeds[name], **result})

@@ -65,7 +65,14 @@ class Case(NamedTuple):
     drafter: str
 
 
-Answer = Callable[[list[int]], list[int]]  # the tokens that continue a prompt
+class Answer(NamedTuple):
+    """The tokens that continue a prompt, and the version of what wrote them."""
+
+    tokens: list[int]
+    version: str
+
+
+Answerer = Callable[[list[int]], Answer]
 
 
 def main() -> None:
@@ -97,11 +104,11 @@ def _options() -> Any:
     return parse.parse_args()
 
 
-def _named(cases: dict[Case, Answer]) -> dict[str, Answer]:
+def _named(cases: dict[Case, Answerer]) -> dict[str, Answerer]:
     return {str(case): answer for case, answer in cases.items()}
 
 
-def _ours(options: Any) -> Iterator[tuple[Case, Answer]]:
+def _ours(options: Any) -> Iterator[tuple[Case, Answerer]]:
     for weights in ("bfloat16", "gguf"):
         for name, drafter in OURS.items():
             yield (
@@ -112,24 +119,24 @@ def _ours(options: Any) -> Iterator[tuple[Case, Answer]]:
 
 def _decoded(
     params: specjax.Params, drafter: specjax.Drafter, new_tokens: int, prompt: list[int]
-) -> list[int]:
+) -> Answer:
     tokens, lengths = pad([prompt], WIDTH)
     result = jax.block_until_ready(
         specjax.decode(
             params, tokens, prompt_lengths=lengths, drafter=drafter, max_new_tokens=new_tokens
         )
     )
-    found: list[int] = np.asarray(result.tokens)[0, len(prompt) : int(result.lengths[0])].tolist()
-    return found
+    found = np.asarray(result.tokens)[0, len(prompt) : int(result.lengths[0])].tolist()
+    return Answer(found, specjax.__version__)
 
 
-def _transformers(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answer]:
+def _transformers(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answerer]:
     peer = Transformers(options.peer)
     peers.callback(peer.close)
     stop = tuple(target("gguf").config.stop_tokens)
 
-    def answer(chosen: dict[str, Any], prompt: list[int]) -> list[int]:
-        return peer.continued(prompt, options.max_new_tokens, stop, chosen)
+    def answer(chosen: dict[str, Any], prompt: list[int]) -> Answer:
+        return Answer(**peer.continued(prompt, options.max_new_tokens, stop, chosen))
 
     return {
         Case("transformers", "bfloat16", name): partial(answer, chosen)
@@ -137,17 +144,16 @@ def _transformers(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answe
     }
 
 
-def _llama_cpp(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answer]:
+def _llama_cpp(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answerer]:
     """A server for each kind of drafts; those that are not asked use no time."""
 
-    def answer(client: httpx.Client, prompt: list[int]) -> list[int]:
+    def answer(client: httpx.Client, version: str, prompt: list[int]) -> Answer:
         request = {
             "prompt": prompt, "n_predict": options.max_new_tokens, "temperature": 0,
             "cache_prompt": False, "return_tokens": True,
         }  # fmt: skip
         found = client.post("/completion", json=request).raise_for_status().json()
-        tokens: list[int] = found["tokens"]
-        return tokens
+        return Answer(found["tokens"], version)
 
     cases = {}
     for name, kind in BY_LLAMA_CPP.items():
@@ -155,15 +161,17 @@ def _llama_cpp(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answer]:
             llama_cpp_served(options.server, MODEL, 1, 512, "--spec-type", kind)
         )
         client = peers.enter_context(httpx.Client(base_url=served.url, timeout=600))
-        cases[Case("llama.cpp", "gguf", name)] = partial(answer, client)
+        version = f"llama.cpp {client.get('/props').raise_for_status().json()['build_info']}"
+        cases[Case("llama.cpp", "gguf", name)] = partial(answer, client, version)
     return cases
 
 
 def _rows(
-    cases: list[Case], seconds: dict[str, np.ndarray], outputs: dict[str, list[list[int]]]
+    cases: list[Case], seconds: dict[str, np.ndarray], outputs: dict[str, list[Answer]]
 ) -> list[dict[str, Any]]:
     def speed(case: Case) -> float:
-        return sum(map(len, outputs[str(case)])) / float(seconds[str(case)].sum())
+        written = sum(len(answer.tokens) for answer in outputs[str(case)])
+        return written / float(seconds[str(case)].sum())
 
     rows = []
     for case in cases:
@@ -172,12 +180,13 @@ def _rows(
         pairs = zip(outputs[own], outputs[plain], strict=True)
         rows.append(
             {
-                **case._asdict(), "prompts": len(outputs[own]),
+                **case._asdict(), "version": outputs[own][0].version,
+                "prompts": len(outputs[own]),
                 "speedup": speedup.mean,
                 "speedup_low": speedup.low, "speedup_high": speedup.high,
                 "tokens_per_second": speed(case),
                 "beside_plain": speed(case) / speed(Case("specjax", case.weights, PLAIN)),
-                "identical": sum(a == b for a, b in pairs),
+                "identical": sum(a.tokens == b.tokens for a, b in pairs),
             }
         )  # fmt: skip
     return rows

@@ -3,10 +3,9 @@
 Every prompt is answered by all cases in turn, each time beginning with another one, so that a busy
 machine slows all of them. A ratio is plain decoding's time over the drafter's for the same prompts
 and the same target; a model in 12 bits, or a nested one, is compared with plain decoding in
-bfloat16, whose output it has. With `--turns` a prompt's ratio is the median of so many. Rows hold
-the geometric mean of the ratios, with its 95 % interval by bootstrap over prompts. Every output is
-compared with plain decoding's; sampled ones are the same where drafts are chosen without chance.
-Programs are compiled before.
+bfloat16, whose output it has. Rows hold the geometric mean of the ratios, with its 95 % interval by
+bootstrap over prompts. Every output is compared with plain decoding's; sampled ones are the same
+where drafts are chosen without chance. Programs are compiled before.
 
 A file is written after every batch size and temperature. The same command on the same commit goes
 on where it was stopped.
@@ -28,8 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
-from benchmarks.support.common import kept_rows, pad, parser, table, write
-from benchmarks.support.instruct import KINDS, MODEL, Case, base, cases, prompts, target
+from benchmarks.support.common import kept_rows, parser, table, write
+from benchmarks.support.instruct import MODEL, Case, Chunk, base, cases, chunks, target
 from specjax.bench.turns import geometric_mean, take_turns
 
 COMPARED = (
@@ -40,9 +39,6 @@ COMPARED = (
 
 
 Runs = dict[str, tuple[str, specjax.Drafter]]
-Chunk = tuple[
-    str, np.ndarray, np.ndarray
-]  # a kind, prompts of it as int32[B, width], their lengths
 
 
 class _Cell(NamedTuple):
@@ -75,14 +71,13 @@ def _runs(names: Iterable[str]) -> Runs:
 
 def _measured(runs: Runs, cell: _Cell, options: Any) -> list[dict[str, Any]]:
     """The rows of one batch size and temperature."""
-    chunks = list(_chunks(cell, options))
+    asked = list(chunks(options.data, options.prompts, cell.batch, options.widths))
     programs = {name: partial(_answered, *run, cell, options) for name, run in runs.items()}
     for width, answer in itertools.product(options.widths, programs.values()):  # compiles them
         answer(("", np.ones((cell.batch, width), np.int32), np.full(cell.batch, width)))
-    total = options.turns * len(chunks) * len(programs)
-    with tqdm(total=total, desc=str(cell), file=sys.stderr) as bar:
-        seconds, outputs = take_turns(programs, chunks, options.turns, bar.update)
-    return _rows(runs, [kind for kind, *_ in chunks], seconds, outputs, cell)
+    with tqdm(total=len(asked) * len(programs), desc=str(cell), file=sys.stderr) as bar:
+        seconds, outputs = take_turns(programs, asked, ran=bar.update)
+    return _rows(runs, [kind for kind, *_ in asked], seconds, outputs, cell)
 
 
 def _options() -> Any:
@@ -94,19 +89,7 @@ def _options() -> Any:
     add("--max-new-tokens", type=int, default=64)
     add("--batch", type=int, nargs="+", default=[1], help="prompts of one kind at a time")
     add("--temperature", type=float, nargs="+", default=[0.0], help="0: greedy")
-    add("--turns", type=int, default=1, help="how often every prompt is answered")
     return parse.parse_args()
-
-
-def _chunks(cell: _Cell, options: Any) -> Iterable[Chunk]:
-    """Prompts of one kind at a time, padded to one of the widths."""
-    asked = prompts(options.data, options.prompts, max(options.widths))
-    for kind in KINDS:
-        texts = [ids for each, ids in asked if each == kind]
-        for begin in range(0, len(texts) - cell.batch + 1, cell.batch):
-            chunk = texts[begin : begin + cell.batch]
-            longest = max(map(len, chunk))
-            yield kind, *pad(chunk, min(width for width in options.widths if width >= longest))
 
 
 def _answered(
@@ -137,8 +120,7 @@ def _rows(
     rows = []
     for name, (model, _) in runs.items():
         plain = f"plain, {base(model)}"
-        ratios = np.median(seconds[plain] / seconds[name], axis=0)
-        usual = np.median(seconds[name], axis=0)
+        ratios = seconds[plain][0] / seconds[name][0]
         for kind in (*dict.fromkeys(kinds), "all"):
             where = [i for i, each in enumerate(kinds) if kind in (each, "all")]
             stats = [outputs[name][i].stats for i in where]
@@ -154,7 +136,7 @@ def _rows(
                     "prompts": cell.batch * len(where),
                     "speedup": speedup.mean,
                     "speedup_low": speedup.low, "speedup_high": speedup.high,
-                    "tokens_per_second": generated / float(usual[where].sum()),
+                    "tokens_per_second": generated / float(seconds[name][0, where].sum()),
                     "tokens_per_round": generated / rounds,
                     "identical": all(
                         np.array_equal(outputs[name][i].tokens, outputs[plain][i].tokens)

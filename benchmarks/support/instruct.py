@@ -16,7 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import specjax
+from benchmarks.support.common import pad
 from specjax import Drafter, DraftModel, Lookahead, MultiLevel, NGram, Params, PromptLookup, QSpec
 
 MODEL = "smollm2"
@@ -27,6 +30,9 @@ FILES = {
 }  # fmt: skip
 SKIPPED = (7, 11, 15, 19, 23)  # a sixth of the 30 layers, chosen without a search
 QUESTION = "Complete this function.\n\n```python\n{}```"
+
+
+Chunk = tuple[str, np.ndarray, np.ndarray]  # a kind, prompts as int32[B, width], their lengths
 
 
 class Case(NamedTuple):
@@ -57,6 +63,17 @@ def prompts(
         fitting = (pair for pair in read if len(pair[1]) <= longest)
         found += itertools.islice(fitting, count)
     return found
+
+
+def chunks(data: Path, count: int, batch: int, widths: Sequence[int]) -> Iterator[Chunk]:
+    """Prompts of one kind at a time, `count` of each kind, padded to one of the widths."""
+    asked = prompts(data, count, max(widths))
+    for kind in KINDS:
+        texts = [ids for each, ids in asked if each == kind]
+        for begin in range(0, len(texts) - batch + 1, batch):
+            chunk = texts[begin : begin + batch]
+            longest = max(map(len, chunk))
+            yield kind, *pad(chunk, min(width for width in widths if width >= longest))
 
 
 def _texts(data: Path, kind: str) -> Iterator[str]:

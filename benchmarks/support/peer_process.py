@@ -60,8 +60,7 @@ class Transformers(Peer):
 
     def continued(
         self, prompt: list[int], new_tokens: int, stop: tuple[int, ...], options: dict[str, Any]
-    ) -> list[int]:
-        """The tokens that continue a prompt greedily, with the options of `generate`."""
+    ) -> dict[str, Any]:
+        """Continues a prompt greedily, with the options of `generate`."""
         request = {"prompt": prompt, "new_tokens": new_tokens, "stop": list(stop)}
-        tokens: list[int] = self._ask({**request, "options": options})["tokens"]
-        return tokens
+        return self._ask({**request, "options": options})

@@ -132,6 +132,12 @@ EXACT: dict[str, Callable[[Blocks], Quantized]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "MXFP4": _mxfp4,
 }  # fmt: skip
+# The formats of `specjax.model.sizes` that these are.
+HELD_AS = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "int4"),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), "int8"),
+    "MXFP4": "mxfp4",
+}
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_tools.gguf.blocks import EXACT, to_weight
+from checkpoints_tools.gguf.blocks import EXACT, HELD_AS, to_weight
 from checkpoints_tools.gguf.header import GgufTensor, Header, read_headers
 from checkpoints_tools.gguf.metadata import model_config
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
@@ -106,6 +106,14 @@ def open_gguf(file: Path) -> LazyCheckpoint:
     }
     _warn_of_rounding(weights.values(), config, file)
     return LazyCheckpoint(config, weights)
+
+
+def held_as(model: LazyCheckpoint) -> str:
+    """The format in which the first matrix of a GGUF file's model is held, as "int4"; "plain" where
+    it is an array."""
+    first = model.tensors["layers.0.q.weight"]
+    assert isinstance(first, GgufWeight)
+    return HELD_AS.get(first.kind.name, "plain")
 
 
 def their_name(name: str) -> str:

@@ -15,15 +15,16 @@ from specjax.model.sizes import FORMATS
 
 def read_config(source: str) -> tuple[ModelConfig, str]:
     """The configuration of a model or of a Hugging Face config.json, without reading weights; and
-    the format of its first matrix, "plain" where it is not quantized by this library."""
-    from checkpoints_tools.gguf import open_gguf
+    the format of its first matrix, "plain" for any Hugging Face directory."""
+    from checkpoints_tools.gguf import held_as, open_gguf
     from checkpoints_tools.huggingface_config import read_config as read_original
     from checkpoints_tools.sources import locate  # here: not every command needs its libraries
 
     path = Path(source)
     path = path.parent if path.name == "config.json" and path.is_file() else locate(source)
     if path.is_file():
-        return open_gguf(path).config, "plain"
+        model = open_gguf(path)
+        return model.config, held_as(model)
     if not checkpoint.is_checkpoint(path):
         return read_original(path), "plain"
     config, formats = checkpoint.read_description(path)

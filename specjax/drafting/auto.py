@@ -135,6 +135,10 @@ class Auto(Drafter):
             )
 
     @property
+    def inside(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.draft is None else ("draft",)
+
+    @property
     def draft_length(self) -> int:
         return max(WIDTHS[-1], 0 if self.draft is None else self.draft.draft_length)
 

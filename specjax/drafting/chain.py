@@ -140,6 +140,17 @@ class LevelDrafter(ChainDrafter):
         draft, cache = self.leave(state.draft, state, cache, state.lengths - 1 + drafted)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
+    def observe(self, draft: LevelState, verified: Verified) -> LevelState:
+        draft = super().observe(draft, verified)
+        if draft.cache is None:
+            return draft
+        # The first token that was not kept is replaced: its entry, and those behind it, are wrong.
+        # The level above may add tokens before `enter` looks, so that is forgotten now.
+        kept = jnp.minimum(verified.accepted, verified.count)
+        wrong = jnp.maximum(verified.drafted - 1 - kept, 0)
+        cache = draft.cache.with_lengths(draft.cache.lengths - wrong)
+        return draft._replace(cache=cache)
+
     def lag(self, above: int, depth: int) -> int:
         """The most tokens before the last that the drafting model's cache may lack.
 
@@ -154,7 +165,7 @@ class LevelDrafter(ChainDrafter):
         """The state as the drafting model sees it: with the cache that it reads and writes."""
         if draft.cache is None:
             return dataclasses.replace(state, cache=state.cache.with_window(self.window))
-        # Only the entries of accepted tokens hold.
+        # The last token has not been read.
         cached = jnp.minimum(draft.cache.lengths, state.lengths - 1)
         cache = draft.cache.with_lengths(cached)
         return dataclasses.replace(state, cache=cache, lag=self.lag(state.lag, state.depth))

@@ -28,6 +28,7 @@ from specjax.drafting.retokenize import TextTokenizer, Translation, translation
 from specjax.drafting.schedules import Schedule
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Linear
+from specjax.model.parallel import own_part
 from specjax.model.params import Params
 from specjax.model.transformer import CHUNK, forward
 from specjax.speculation.sampling import Sampling
@@ -178,6 +179,7 @@ class TranslatedDraft(ChainDrafter):
         target_ids = self._translation.target_ids
         size, head = self.params.config.vocab_size, self.params.head
         bias = jnp.full(size, -jnp.inf).at[jnp.asarray(np.flatnonzero(target_ids >= 0))].set(0)
+        bias = own_part(bias, head.weight.shape[0])
         if head.bias is not None:
             bias += head.bias.astype(jnp.float32)
         return dataclasses.replace(self.params, lm_head=Linear(head.weight, bias))

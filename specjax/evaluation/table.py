@@ -90,7 +90,7 @@ def fidelity_rows(
         report = None if progress is None else lambda state: progress(method, state)
         file = None if out is None else Path(out) / f"{scheme}-{method}.jsonl"
         given = options
-        if names is not tasks and isinstance(shots := options.get("shots"), Mapping):
+        if set(names) != set(tasks) and isinstance(shots := options.get("shots"), Mapping):
             given = {**options, "shots": {name: shots[name] for name in names if name in shots}}
         results = evaluate(
             params, tokenizer, names, data, drafter=drafter, activation=activation, out=file,

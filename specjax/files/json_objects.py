@@ -32,6 +32,11 @@ def parse(text: str | bytes, place: str) -> Any:
         raise ValueError(f"{place} is nested too deeply to be read") from None
 
 
+def refuse_constant(name: str) -> None:
+    """Raises ValueError: a `parse_constant`, since `json` takes NaN and infinities by default."""
+    raise ValueError(f"JSON has no {name}")
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds.
 

@@ -208,7 +208,7 @@ def _write(matcher: Any, mask: np.ndarray) -> None:
     mask[: len(bits)], mask[len(bits) :] = bits, 0
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # a grammar may be as long as a request
 def _matcher(
     grammar: str, tokenizer: TokenBytes, vocab_size: int, stop_tokens: tuple[int, ...]
 ) -> Any:

@@ -269,6 +269,7 @@ def _check_samples(samples: int | None, sampling: Sampling | None) -> int | None
 
 
 def _check_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+    listed = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not listed or not all(isinstance(each, str) and each for each in stop):
         raise ValueError(f"stop must be a list of texts that are not empty, got {shown(stop)}")
     return tuple(stop)

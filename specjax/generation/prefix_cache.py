@@ -7,8 +7,10 @@ the same with and without it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 
 import jax
 import numpy as np
@@ -40,45 +42,52 @@ class PrefixCache:
     def resume(self, reading: PromptReading) -> PromptReading:
         """Returns a prompt of which nothing is read yet with its known chunks in its cache."""
         tokens, cache, done = reading.prompt.tokens, reading.cache, 0
-        while len(tokens) - 1 - done >= CHUNK:
-            block = self._blocks.get(tokens[: done + CHUNK].tobytes())
-            if block is None:
-                break
-            cache = put_block(cache, block, np.int32(done))
+        known = list(takewhile(self._blocks.__contains__, _names(tokens[:-1])))
+        for name in known:
+            cache = put_block(cache, self._blocks[name], np.int32(done))
             done += CHUNK
         self.asked += len(tokens)
         self.found += done
-        self._touch(tokens, done)
+        self._touch(known)
         return reading._replace(cache=cache, done=done)
 
     def keep(self, reading: PromptReading, before: int) -> None:
         """Keeps the chunk that has just been read, if it is whole. before: tokens read before."""
         if reading.done == before + CHUNK:
-            self._add(reading.prompt.tokens[: reading.done], reading.cache, 0)
+            self._add(_names(reading.prompt.tokens[: reading.done]), reading.cache, 0)
 
     def keep_row(self, cache: KVCache, row: int, tokens: np.ndarray) -> None:
         """Keeps all whole chunks of a row, whose cache has entries of these tokens."""
-        for end in range(CHUNK, len(tokens) + 1, CHUNK):
-            self._add(tokens[:end], cache, row)
+        names = _names(tokens)
+        for count in range(1, len(names) + 1):
+            self._add(names[:count], cache, row)
 
-    def _add(self, tokens: np.ndarray, cache: KVCache, row: int) -> None:
-        """Keeps the chunk at the end of some tokens, unless it is here."""
-        name = tokens.tobytes()
+    def _add(self, names: list[bytes], cache: KVCache, row: int) -> None:
+        """Keeps the last of some chunks of a text, all from the first on, unless it is here."""
+        name = names[-1]
         if name not in self._blocks:
-            start = len(tokens) - CHUNK
+            start = (len(names) - 1) * CHUNK
             self._blocks[name] = cut_block(cache, np.int32(row), np.int32(start))
             self.nbytes += _size(name, self._blocks[name])
-            self._touch(tokens, len(tokens))
+            self._touch(names)
             while self.nbytes > self._most_bytes:
                 self.nbytes -= _size(*self._blocks.popitem(last=False))
 
-    def _touch(self, tokens: np.ndarray, done: int) -> None:
+    def _touch(self, names: list[bytes]) -> None:
         """Marks chunks as used: the first of a text last, since the others are of no use without
         it."""
-        for end in range(done, 0, -CHUNK):
-            name = tokens[:end].tobytes()
+        for name in reversed(names):
             if name in self._blocks:
                 self._blocks.move_to_end(name)
+
+
+def _names(tokens: np.ndarray) -> list[bytes]:
+    """The names of a text's whole chunks: each tells all tokens up to the chunk's end."""
+    name, names = b"", []
+    for end in range(CHUNK, len(tokens) + 1, CHUNK):
+        name = hashlib.blake2b(name + tokens[end - CHUNK : end].tobytes(), digest_size=32).digest()
+        names.append(name)
+    return names
 
 
 def begin_alike(prompts: Iterable[np.ndarray]) -> bool:

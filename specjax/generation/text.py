@@ -72,6 +72,23 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
 
+class StopWatch:
+    """Tells of one output, as it grows, whether its text contains one of some strings.
+
+    It reads every token once, so the output must not change but at its end.
+    """
+
+    def __init__(
+        self, tokenizer: TokenCodec, prompt: Sequence[int], strings: Sequence[str]
+    ) -> None:
+        self._stream, self._read = TextStream(tokenizer, prompt, strings), 0
+
+    def __call__(self, output: Sequence[int]) -> bool:
+        self._stream.push(output[self._read :])
+        self._read = len(output)
+        return self._stream.ended
+
+
 class TextStream:
     """Turns tokens into text as they arrive, and holds back text that may still change.
 
@@ -132,14 +149,19 @@ class TextStream:
 
     def _held(self, text: str) -> int:
         """Counts the characters at the end that may be the beginning of one of `stops`."""
-        return max(
-            (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
-            default=0,
-        )
+        return max((_begun(text, stop) for stop in self._stops), default=0)
 
     def _show(self, text: str) -> str:
         added, self._shown = text[self._shown :], max(self._shown, len(text))
         return added
+
+
+def _begun(text: str, stop: str) -> int:
+    """Counts the characters at the end of a text with which `stop`, or a part of it, begins."""
+    place = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while place >= 0 and not stop.startswith(text[place:]):
+        place = text.find(stop[0], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 def _continuation(tokenizer: TokenCodec, prompt: list[int], ids: list[int]) -> str:

@@ -46,7 +46,7 @@ class Door:
     name: the model's name, as clients give it.
     most_bytes: the most bytes of a request's body.
     key: what clients must send; None: nothing.
-    log_prompts: write prompts and outputs into the log.
+    log_prompts: write prompts into the log.
     """
 
     name: str
@@ -199,7 +199,11 @@ class _Routes:
             return JSONResponse(body)
         gains = outputs.gains()
         # A full queue is a status, not an event: the response begins with the first gain.
-        first = await _while_there(request, anext(gains))
+        try:
+            first = await _while_there(request, anext(gains))
+        except BaseException:
+            self._write(head, outputs)
+            raise
         stream = self._logged(head, outputs, events(head, writer, outputs, first, gains), gains)
         return StreamingResponse(stream, media_type="text/event-stream")
 

@@ -40,7 +40,7 @@ class Plan:
 
 
 class Piece(NamedTuple):
-    """The gain of an output in one round; `finish` is not None in its last piece.
+    """The gain of an output in some rounds; `finish` is not None in its last piece.
 
     error: why it ended early.
     echoed: in the first piece, log-probabilities of the prompt's own tokens but the first.

@@ -100,8 +100,8 @@ def meet(host: str) -> Followers | Leader:
         while len(connections) < jax.process_count() - 1:
             try:
                 connections.append(listener.accept())
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue  # a stranger
+            except (AuthenticationError, EOFError, OSError):
+                continue  # a stranger, who may send anything
     return Followers(connections)
 
 

@@ -19,6 +19,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _BODY_SECONDS = 60.0
+_FOR_ALL = ("/health", "/metrics")
 
 
 class Limits:
@@ -26,7 +27,7 @@ class Limits:
 
     app: the application.
     most_bytes: the most bytes of a body.
-    key: what `Authorization: Bearer` must hold for paths under /v1; None: nothing.
+    key: what `Authorization: Bearer` must hold, but for /health and /metrics; None: nothing.
     """
 
     def __init__(self, app: App, most_bytes: int, key: str | None) -> None:
@@ -49,7 +50,8 @@ class Limits:
             await self._app(scope, _replayed(body, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or not scope["path"].startswith("/v1"):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as routes see it
+        if self._key is None or path in _FOR_ALL:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(given, self._key):

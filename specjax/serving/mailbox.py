@@ -7,6 +7,7 @@ a loop that has much to do does less for each token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -40,7 +41,8 @@ class Mailbox:
             if self._calling or not (self._live or piece.finish):
                 return
             self._calling = True
-        self._loop.call_soon_threadsafe(self._woken.set)
+        with contextlib.suppress(RuntimeError):  # the reader's loop has been closed
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     async def take(self) -> dict[int, Piece]:
         """Waits, and takes all that is there, by the numbers of the outputs."""

@@ -16,12 +16,12 @@ from functools import partial
 import numpy as np
 
 from specjax.generation.constraints import CANNOT_BE_FOLLOWED, Guide
-from specjax.generation.text import ChatTokenizer, StopStrings, TextStream
+from specjax.generation.text import ChatTokenizer, StopWatch, TextStream
 from specjax.serving.asks import Ask, Finish, Piece
 from specjax.serving.engine import Engine
 from specjax.serving.errors import Refused
 from specjax.serving.mailbox import Mailbox
-from specjax.serving.requests import Common
+from specjax.serving.requests import ChatRequest, Common
 from specjax.speculation.logprobs import Logprobs
 from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import Sampling
@@ -75,7 +75,8 @@ class Outputs:
         self._tokens, self.finishes = Counter[int](), dict[int, Finish]()
         self.first: float | None = None
         self.begun = time.perf_counter()
-        self._new = [_room(engine, prompt, new) for prompt in prompts]
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        self._new = [_room(engine, prompt, new, param) for prompt in prompts]
         self._sampling, self._guide = _sampling(engine, request), guide
         self._stop_tokens = {*engine.stop_tokens, *(request.stop_token_ids or ())}
         if self.count > engine.plan.rows + engine.plan.queue:
@@ -121,7 +122,7 @@ class Outputs:
         number, sample = divmod(index, self._each)
         prompt, stops, stop = self.prompts[number], self.request.stops(), None
         if stops:
-            stop = partial(StopStrings(self._tokenizer, [prompt], stops), 0)
+            stop = StopWatch(self._tokenizer, prompt, stops)
         return Ask(
             tokens=np.array(prompt, np.int32),
             max_new_tokens=self._new[number],
@@ -174,8 +175,8 @@ def _sampling(engine: Engine, request: Common) -> Sampling | None:
     return sampling
 
 
-def _room(engine: Engine, prompt: Sequence[int], new: int | None) -> int:
-    """The most new tokens after a prompt. Raises Refused where they do not fit."""
+def _room(engine: Engine, prompt: Sequence[int], new: int | None, param: str) -> int:
+    """The most new tokens after a prompt. Raises Refused, about `param`, where they do not fit."""
     context, size = engine.plan.context, len(prompt)
     vocabulary = engine.params.config.vocab_size
     if size == 0:
@@ -189,5 +190,5 @@ def _room(engine: Engine, prompt: Sequence[int], new: int | None) -> int:
             f"the context has {context} tokens, and the request asks for {size + (new or 1)}: "
             f"{size} of the prompt{asked or ' and at least one new one'}"
         )
-        raise Refused(400, message, param="messages", code="context_length_exceeded")
+        raise Refused(400, message, param=param, code="context_length_exceeded")
     return context - size if new is None else new

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from specjax.files.json_objects import refuse_constant
 from specjax.serving.errors import Refused
 from specjax.speculation.penalties import LogitBias
 from specjax.speculation.sampling import IDLE, Sampling
@@ -198,7 +199,7 @@ class Called(Checked):
     @classmethod
     def _object(cls, text: str) -> str:
         try:
-            found = isinstance(json.loads(text), dict)
+            found = isinstance(json.loads(text, parse_constant=refuse_constant), dict)
         except (ValueError, RecursionError):
             found = False
         if not found:

@@ -36,6 +36,9 @@ def make_plan(
     Raises:
       ValueError: one of them is out of its range, or the caches do not fit.
     """
+    for name, given in (("queue", queue), ("prefix_bytes", prefix_bytes)):
+        if check_integer(name, given) < 0:
+            raise ValueError(f"{name} must be at least 0, got {given}")
     positions = config.max_position_embeddings
     context = min(_CONTEXT, positions) if context is None else check_integer("context", context)
     if not 4 <= context <= positions:

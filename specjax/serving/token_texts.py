@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from specjax.generation.text import TokenCodec
@@ -46,7 +47,7 @@ class TokenTexts:
     ) -> dict[str, Any]:
         """A completion's `logprobs`. offset: characters before the first token."""
         texts = [self.text(token) for token in tokens]
-        offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
+        *offsets, _ = itertools.accumulate(map(len, texts), initial=offset)
         top = [
             {self.text(token): _number(value) for token, value in _top(logprobs, place, most)}
             for place in range(len(tokens))

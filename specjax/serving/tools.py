@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specjax.files.json_objects import refuse_constant
 from specjax.generation.constraints import SEPARATORS
 from specjax.generation.text import ToolTokenizer
 
@@ -110,11 +111,7 @@ def _is_call(value: Any, names: Collection[str]) -> bool:
     )
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"JSON has no {constant}")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 class CallStream:

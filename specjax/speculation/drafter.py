@@ -156,7 +156,8 @@ def check_is_drafter(drafter: object, name: str = "drafter") -> None:
         raise ValueError(message)
     own = type(drafter).__name__
     for field in drafter.inside:
-        check_is_drafter(getattr(drafter, field), f"{field} of a {own}")
+        article = "an" if own[0] in "AEIOU" else "a"
+        check_is_drafter(getattr(drafter, field), f"{field} of {article} {own}")
     if not hasattr(drafter, "draft_length"):
         raise ValueError(f"{name} must have a draft_length, and {own} has none")
     if jax.tree.leaves(drafter) == [drafter]:

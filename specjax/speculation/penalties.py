@@ -76,16 +76,36 @@ class LogitBias:
 def read_logit_bias(given: Any) -> LogitBias | None:
     """Returns what `Sampling` was given as `logit_bias`; None where it biases nothing.
 
-    Raises ValueError unless it is a mapping, a list of mappings, or a `LogitBias`.
+    Raises ValueError unless it is a mapping, a list of mappings, or a `LogitBias`, and where a
+    token or a bias is out of its range. Traced ones are not checked.
     """
-    if given is None or isinstance(given, LogitBias):
-        return given
+    if given is None:
+        return None
+    if isinstance(given, LogitBias):
+        return _checked(given)
     if isinstance(given, Mapping):
         one = LogitBias.of([given])
         return LogitBias(one.ids[0], one.values[0]) if given else None
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
         given = [given]
     return LogitBias.of(given)
+
+
+def _checked(bias: LogitBias) -> LogitBias:
+    ids, values = bias.ids, bias.values
+    if isinstance(ids, jax.core.Tracer) or isinstance(values, jax.core.Tracer):
+        return bias
+    arrays = all(isinstance(each, np.ndarray | jax.Array) for each in (ids, values))
+    if not arrays or ids.ndim not in (1, 2) or ids.shape != values.shape:
+        raise ValueError(
+            "a LogitBias must have arrays as ids and values, both [K] or [B, K], got "
+            f"{shown(ids)} and {shown(values)}"
+        )
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"ids of a LogitBias must be integers, got {ids.dtype}")
+    if not np.all(np.abs(np.asarray(values)) <= _MOST_BIAS):
+        raise ValueError("values of a LogitBias must be in [-100, 100]")
+    return bias
 
 
 def _check_token(token: Any) -> int:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import specjax
-from checkpoints_tools.gguf.blocks import EXACT, to_weight
+from checkpoints_tools.gguf.blocks import EXACT, HELD_AS, to_weight
 from checkpoints_tools.gguf.model import open_gguf, their_name
-from pallas_kernels.formats import Int4Weight, Int8Weight
+from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight
 from specjax.model.config import RopeScaling
 from specjax.model.kv_cache import KVCache
 from specjax.model.rope import rope_frequencies
@@ -46,6 +46,8 @@ def test_blocks_have_the_values_of_the_gguf_package(name: str) -> None:
     values = np.asarray(dequantize(weight))
     np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
     assert isinstance(weight, jax.Array) == (name in OTHERS)
+    held = {Int4Weight: "int4", Int8Weight: "int8", Mxfp4Weight: "mxfp4"}
+    assert HELD_AS.get(name) == held.get(type(weight))
     if name in EXACT:
         assert weight.nbytes <= 2 * blocks.nbytes
 

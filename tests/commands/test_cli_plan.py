@@ -11,6 +11,7 @@ import pytest
 import specjax
 from specjax.cli import main
 from specjax.drafting import calibration
+from tests.support.gguf_files import CONFIG, fields, random_tensors, write_gguf
 from tests.support.word_tokenizer import WordTokenizer
 
 
@@ -34,6 +35,14 @@ def test_plan_memory(tmp_path, capsys) -> None:
     assert numbers["longest context"] == params.config.max_position_embeddings
     assert re.search(rf"most rows +{numbers['most rows']}\n", capsys.readouterr().out)
     assert len(list(tmp_path.glob("*.png"))) == bool(picture)
+
+
+def test_plan_memory_of_a_gguf_file(tmp_path) -> None:
+    file = write_gguf(tmp_path / "small.gguf", fields(), random_tensors())  # in Q4_1
+    target = tmp_path / "numbers.json"
+    assert main(["plan", "memory", "--model", str(file), "--json", str(target)]) == 0
+    expected = specjax.planning.weight_bytes(CONFIG, "int4")
+    assert json.loads(target.read_text())["target"] == expected
 
 
 def test_plan_speed(tmp_path, capsys) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,21 +104,30 @@ def test_greedy_output_does_not_change(plain: specjax.DecodeResult, name: str) -
     "name", representatives(["a cast", "two levels", "three levels"], "two levels")
 )
 def test_a_drafts_own_cache_is_what_its_model_writes(name: str) -> None:
-    """Entries of committed tokens are the drafting model's, however many drafts were rejected."""
+    """Entries of committed tokens are the drafting model's, however many drafts were rejected. They
+    lack the last token, and at most one more per level."""
     drafter = DRAFTERS[name]
     state = start(TARGET, PROMPTS, drafter=drafter, max_new_tokens=NEW)
     for _ in range(5):
         state, _ = step(TARGET, state, drafter)
-    outer = drafter.outer if isinstance(drafter, MultiLevel) else drafter
-    own = (state.draft.outer if isinstance(drafter, MultiLevel) else state.draft).cache
-    again = start(
-        outer.params, state.tokens, prompt_lengths=state.lengths, max_new_tokens=1,
-        drafter=specjax.Autoregressive(),
-    )  # fmt: skip
-    filled = np.minimum(own.lengths, state.lengths - 1)
-    assert (filled >= state.lengths - 2).all()
-    for ours, theirs, length in zip(own.keys, again.cache.keys, filled, strict=True):
-        np.testing.assert_array_equal(ours[:, :length], theirs[:, :length])
+        levels = list(_levels(drafter, state.draft))
+        for lacking, (params, cache) in enumerate(levels, start=2):
+            again = start(
+                params, state.tokens, prompt_lengths=state.lengths, max_new_tokens=1,
+                drafter=specjax.Autoregressive(),
+            )  # fmt: skip
+            filled = np.minimum(cache.lengths, state.lengths - 1)
+            assert (filled >= np.minimum(state.lengths - lacking, [map(len, PROMPTS)])).all()
+            for ours, theirs, length in zip(cache.keys, again.cache.keys, filled, strict=True):
+                np.testing.assert_array_equal(ours[:, :length], theirs[:, :length])
+
+
+def _levels(drafter: Any, draft: Any) -> Iterator[tuple[specjax.Params, KVCache]]:
+    """The models of a drafter's levels, all with caches of their own."""
+    while isinstance(drafter, MultiLevel):
+        yield drafter.outer.params, draft.outer.cache
+        drafter, draft = drafter.inner, draft.inner
+    yield drafter.params, draft.cache
 
 
 def test_a_text_has_the_same_entries_in_chunks() -> None:

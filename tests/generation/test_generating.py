@@ -156,6 +156,7 @@ def test_without_samples_the_key_is_decode_manys() -> None:
         ({"texts": {"role": "user"}}, "texts must be a text, or a conversation"),
         ({"stop": "end"}, "stop must be a list of texts that are not empty, got 'end'"),
         ({"stop": ["a", ""]}, "stop must be a list of texts that are not empty"),
+        ({"stop": None}, "stop must be a list of texts that are not empty, got None"),
         ({"samples": 2}, "samples goes with sampling"),
         ({"samples": 0, "sampling": HOT}, "samples must be at least 1 or None, got 0"),
         ({"samples": 1.5, "sampling": HOT}, "samples must be an integer, got 1.5"),

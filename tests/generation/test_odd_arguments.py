@@ -57,6 +57,8 @@ class Unregistered(specjax.Drafter):
         (lambda: specjax.MultiLevel.of(5), "levels must be at least one drafter, got 5"),
         (lambda: decode(drafter=specjax.MultiLevel(5, 6)), "outer of a MultiLevel must be a draft"),
         (lambda: decode(drafter=specjax.Combined(5, 6)), "first of a Combined must be a drafter"),
+        (lambda: decode(drafter=specjax.Auto(draft=5)), "draft of an Auto must be a drafter such"),
+        (lambda: decode(drafter=specjax.Auto(draft=specjax.QSpec)), "write QSpec(…)"),
         (lambda: decode(drafter=Unregistered()), "must be a pytree, and Unregistered is none"),
         (lambda: specjax.quantize(None), "params must be what specjax.load returns, got NoneType"),
         (lambda: specjax.quantize(plain(), 5), "method must be one of rtn, "),

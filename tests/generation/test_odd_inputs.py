@@ -140,6 +140,15 @@ def test_ranges_are_named(name: str, accepted: str, value: float) -> None:
         ({"logit_bias": {"a": 1}}, "a token of logit_bias must be an integer, got 'a'"),
         ({"logit_bias": {-1: 1}}, "a token of logit_bias must be a token id, got -1"),
         ({"logit_bias": 3}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": specjax.LogitBias([5], [1.0])}, "a LogitBias must have arrays as ids and"),
+        (
+            {"logit_bias": specjax.LogitBias(np.array([5]), np.array([np.nan]))},
+            "values of a LogitBias must be in [-100, 100]",
+        ),
+        (
+            {"logit_bias": specjax.LogitBias(np.array([5.0]), np.array([1.0]))},
+            "ids of a LogitBias must be integers, got float64",
+        ),
         ({"min_p": np.ones((1, 2))}, "min_p must be a number or an array [B], got shape (1, 2)"),
     ],
     ids=str,

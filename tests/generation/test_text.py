@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specjax.generation.text import TextStream
+from specjax.generation.text import StopStrings, StopWatch, TextStream
 from tests.support.random_models import CONFIG
 
 
@@ -64,3 +64,13 @@ def test_a_long_text_is_the_same_in_any_pieces() -> None:
     stopped = TextStream(ByteTokenizer(), [65], (whole[200:220] + "!",))
     ids = list((whole[:220] + "!" + whole).encode())
     assert "".join(stopped.push([each]) for each in ids) == whole[:200] and stopped.ended
+
+
+def test_a_stop_watch_sees_what_the_whole_text_shows() -> None:
+    stops, codec = ("\n\n", "é!", "end"), ByteTokenizer()
+    prompt = list(b"a text")
+    for text in ("b é!", "b é?" * 40 + " the end.", "some\n\nmore", "nothing " * 40):
+        output = list(text.encode())
+        whole, watch = StopStrings(codec, [prompt], stops), StopWatch(codec, prompt, stops)
+        for length in range(1, len(output) + 1):
+            assert watch(output[:length]) == whole(0, output[:length]), (text, length)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import re
 import socket
 import threading
@@ -13,10 +15,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
 
 import specjax
 from specjax.serving.asks import Plan
 from specjax.serving.errors import HostGoneError
+from specjax.serving.limits import Limits
 from tests.support.live_server import Live, live_server
 
 MESSAGES: list[Any] = [
@@ -210,6 +216,40 @@ def test_bad_conversations_get_one_clear_sentence(live, change, message) -> None
     assert message in error_of(answer)["message"]
 
 
+@pytest.mark.parametrize("place", ["mounted", "behind a proxy"])
+def test_a_key_is_asked_for_under_any_root(place: str) -> None:
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("open")(scope, receive, send)
+
+    limited = Limits(answers, 100, "secret")
+    mounted = place == "mounted"
+    app = Starlette(routes=[Mount("/llm", limited)]) if mounted else limited
+
+    async def status(path: str, **headers: str) -> int:
+        transport = httpx.ASGITransport(app, root_path="" if mounted else "/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get(f"/llm{path}", headers=headers)).status_code
+
+    async def statuses() -> list[int]:
+        given = {"Authorization": "Bearer secret"}
+        return [await status("/v1/models"), await status("/v1/models", **given),
+                await status("/health")]  # fmt: skip
+
+    assert asyncio.run(statuses()) == [401, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "asked"),
+    [
+        ("completions", "prompt", {"prompt": "word " * 300}),
+        ("chat/completions", "messages", {"messages": MESSAGES, "max_tokens": 256}),
+    ],
+)
+def test_a_text_that_does_not_fit_is_named(live, path, field, asked) -> None:
+    error = error_of(post(live, {**GREEDY, **asked}, path))
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+
+
 def test_unknown_paths_and_methods(live) -> None:
     assert error_of(httpx.get(f"{live.url}/v1/nothing"))["message"] == "Not Found"
     assert httpx.get(f"{live.url}/v1/completions").status_code == 405
@@ -307,7 +347,7 @@ def test_an_engine_that_ends_ends_the_server(why, params, tokenizer, monkeypatch
         assert isinstance(live.engine.gone, Exception) and str(live.engine.gone) == why
 
 
-def test_a_full_queue_a_key_and_an_ending(params, tokenizer) -> None:
+def test_a_full_queue_a_key_and_an_ending(params, tokenizer, caplog) -> None:
     plan = Plan(rows=1, context=256, queue=1, logprobs=0)
     drafter = specjax.Autoregressive()
     with live_server(params, tokenizer, plan=plan, drafter=drafter, key="secret", grace=30) as live:
@@ -317,6 +357,7 @@ def test_a_full_queue_a_key_and_an_ending(params, tokenizer) -> None:
             assert answer.status_code == 401
             assert error_of(answer)["code"] == "invalid_api_key"
         assert httpx.get(f"{live.url}/health").status_code == 200
+        assert httpx.get(f"{live.url}/nothing").status_code == 401
         key = {"Authorization": "Bearer secret"}
         long = {**GREEDY, "prompt": "A", "max_tokens": 250}
         released = threading.Event()
@@ -332,6 +373,10 @@ def test_a_full_queue_a_key_and_an_ending(params, tokenizer) -> None:
             time.sleep(0.001)
         busy = post(live, VALID, headers=key)
         assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert post(live, {**VALID, "stream": True}, headers=key).status_code == 429
+        assert '"completion_tokens": 0' in caplog.text
         assert "1 outputs may wait" in error_of(busy)["message"]
         live.server.end_soon()
         while not live.engine.draining:

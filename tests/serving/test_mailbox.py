@@ -54,3 +54,12 @@ def test_a_patient_reader_is_woken_by_the_last_piece() -> None:
         assert await waiting == {1: Piece([1, 2], finish="length")}
 
     asyncio.run(read())
+
+
+def test_a_reader_whose_loop_has_ended_stops_nobody() -> None:
+    async def leave() -> Mailbox:
+        return Mailbox(live=True)
+
+    box = asyncio.run(leave())
+    box.put(0, Piece([1]))
+    box.put(0, Piece([2], finish="length"))

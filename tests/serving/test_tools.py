@@ -200,6 +200,10 @@ def test_a_call_and_its_result_go_back_into_the_conversation(told, client) -> No
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 9999}}]}]},
          "arguments must be a JSON object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function",
+             "function": {"name": "f", "arguments": '{"a": NaN}'}}]}]},
+         "arguments must be a JSON object"),
     ],
 )  # fmt: skip
 def test_bad_requests_of_tools_get_one_clear_sentence(live, change, message) -> None:

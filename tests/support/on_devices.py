@@ -35,6 +35,7 @@ from specjax.serving.asks import Ask, Piece, Plan
 from specjax.serving.engine import Engine
 from specjax.serving.metrics import Metrics
 from specjax.speculation.rounds import step
+from tests.support import small_tokenizers
 from tests.support.random_models import CONFIG, random_model, random_prompts
 from tests.support.random_weights import random_weights
 
@@ -137,6 +138,13 @@ def own_cache(place: Callable[[Any], Any]) -> Any:
 
 def two_levels(place: Callable[[Any], Any]) -> Any:
     return specjax.MultiLevel(own_cache(place), specjax.PromptLookup())
+
+
+def translated(place: Callable[[Any], Any]) -> Any:
+    names = [*map(chr, range(33, 127)), "Ġ", "Ċ"]
+    ours, theirs = (small_tokenizers.letters(" ".join(each)) for each in (names, names[::-1]))
+    small = quantize(random_model(dataclasses.replace(WIDE, hidden_size=32), seed=1), "rtn")
+    return specjax.TranslatedDraft(place(small), theirs, ours, 3)
 
 
 def spectra(place: Callable[[Any], Any]) -> Any:
@@ -321,6 +329,7 @@ CASES: dict[str, Callable[[], None]] = {
     "two levels, 2 × 4": lambda: equal(RTN, 2, 4, two_levels),
     "tree, 2 × 4": lambda: equal(RTN, 2, 4, spectra),
     "sampled, 4 × 2": lambda: equal(RTN, 4, 2, **SAMPLING),
+    "translated, sampled, 2 × 4": lambda: equal(RTN, 2, 4, translated, **SAMPLING),
     "rounds one by one": rounds_one_by_one,
     "many prompts": many_prompts,
     "served": served,

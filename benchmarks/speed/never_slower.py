@@ -1,0 +1,99 @@
+"""Times `Auto` beside plain decoding in pairs, cell by cell: does the default ever lose?
+
+A cell is a target, a batch size, a temperature and a kind of text. SmolLM2 answers one batch of
+real prompts, reading included, by plain decoding and by `Auto`, one right after the other, and the
+other way round in the next pair: neighbours on the machine slow both. *speedup* is the median of
+plain decoding's time over `Auto`'s, over the pairs, with the 95 % interval of that median by
+bootstrap. The target of both is the same. Programs are compiled before, and costs are measured.
+
+A file is written after every cell. The same command on the same commit goes on where it was
+stopped.
+
+    python -m benchmarks.speed.never_slower --batch 4 8 16 --temperature 0 0.7 1.0 --json OUT
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import specjax
+from benchmarks.support.common import kept_rows, parser, table, write
+from benchmarks.support.instruct import KINDS, MODEL, chunks, target
+
+DRAFTERS = specjax.Autoregressive(), specjax.Auto()
+_RESAMPLES = 2000
+_SPARE = 24  # slots beside the longest prompt and its answer
+
+
+def main() -> None:
+    options = _options()
+    rows = kept_rows(options.json)
+    axes = options.batch, options.targets, options.temperature, KINDS
+    cells = [dict(zip(("batch", "target", "temperature", "kind"), cell, strict=True))
+             for cell in itertools.product(*axes)]  # fmt: skip
+    done = [{name: row[name] for name in cells[0]} for row in rows]
+    for cell in tqdm([cell for cell in cells if cell not in done], file=sys.stderr):
+        rows.append({"model": MODEL, **cell, **_measured(cell, options)})
+        write(options.json, rows)
+    print(table(rows, list(rows[0])))
+
+
+def _options() -> Any:
+    parse = parser(__doc__)
+    add = parse.add_argument
+    targets = ("gguf", "bfloat16", "nested16")
+    add("--targets", nargs="+", choices=targets, default=targets)
+    add("--batch", type=int, nargs="+", default=[4, 8, 16])
+    add("--temperature", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="0: greedy")
+    add("--pairs", type=int, default=4)
+    add("--widths", type=int, nargs="+", default=[96, 192], help="to which prompts are padded")
+    add("--max-new-tokens", type=int, default=64)
+    return parse.parse_args()
+
+
+def _measured(cell: dict[str, Any], options: Any) -> dict[str, Any]:
+    """The numbers of one cell."""
+    found = chunks(options.data, cell["batch"], cell["batch"], options.widths)
+    tokens, lengths = next(chunk[1:] for chunk in found if chunk[0] == cell["kind"])
+    sampled: dict[str, Any] = {}
+    if cell["temperature"]:
+        sampling = specjax.Sampling(temperature=cell["temperature"])
+        sampled = {"sampling": sampling, "key": jax.random.key(0)}
+    decode = partial(
+        specjax.decode, target(cell["target"]), tokens, prompt_lengths=lengths,
+        max_new_tokens=options.max_new_tokens,
+        cache_capacity=max(options.widths) + options.max_new_tokens + _SPARE, **sampled,
+    )  # fmt: skip
+
+    def timed(drafter: specjax.Drafter) -> tuple[float, specjax.DecodeResult]:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(decode(drafter=drafter))
+        return time.perf_counter() - begin, result
+
+    plain, auto = (timed(drafter)[1] for drafter in DRAFTERS)  # compiles
+    seconds = np.zeros((options.pairs, 2))
+    for pair in range(options.pairs):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            seconds[pair, which] = timed(DRAFTERS[which])[0]
+    ratios = seconds[:, 0] / seconds[:, 1]
+    drawn = np.random.default_rng(0).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
+    return {
+        "pairs": options.pairs,
+        "speedup": float(np.median(ratios)), "speedup_low": low, "speedup_high": high,
+        "tokens_per_round": float(auto.stats.generated.sum() / auto.stats.rounds.sum()),
+        "drafted": int(auto.stats.drafted.sum()),
+        "identical": bool(np.array_equal(plain.tokens, auto.tokens)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
