@@ -38,7 +38,6 @@ HEADINGS = {
     "smollm2_drafters_4": "Batch 4, an earlier `Auto`",
     "smollm2_drafters_auto_4": "`Auto` at batch 4, before rows counted by rounds",
     "smollm2_drafters_auto_4_greedy": "`Auto` at batch 4, greedy",
-    "smollm2_drafters_auto_16": "`Auto` at batch 16",
     "smollm2_drafters_levels": "N-grams below a cast",
     "smollm2_drafters_nested8": "A model of 8 bits",
     "smollm2_drafters_others": "Other drafters",
@@ -56,6 +55,7 @@ HEADINGS = {
     "smollm2_long_1": "Batch 1",
     "smollm2_long_4": "Batch 4",
     "smollm2_long_4096_4": "Batch 4, 4,096 tokens",
+    "smollm2_long_4096_8": "Batch 8, 4,096 tokens",
     "smollm2_serving": "Beside `decode_many`",
     "smollm2_latency_serving": "Plain decoding beside llama.cpp's server",
     "smollm2_auto_latency_serving": "`Auto` beside llama.cpp's server",
@@ -116,6 +116,10 @@ REAL_MODEL = Page(
                 "weights written out: they lie on a 4-bit grid. *identical*: the texts are plain "
                 "decoding's; sampled ones need not be. The files also hold each kind of text.",
                 section_tables.by_drafter, apart=True),
+        Section("speed.never_slower", "smollm2_never_slower", "Does the default ever lose?",
+                "`Auto` beside plain decoding of the same target, in pairs, one batch of real "
+                "prompts per kind, reading included. *speedup*: the median over the pairs, with "
+                "its 95 % interval; *drafted*: tokens, in all rows and rounds.", compact),
     ),
 )  # fmt: skip
 
@@ -146,7 +150,8 @@ BILLION = Page(
                 "timed, and each plain row in 4 bits or bfloat16 is the base of those below it. "
                 "`Auto`'s costs were measured alone in the second table of the H100, and while "
                 "programs were compiled in the first. On the EPYC `wide_8` is of a commit before "
-                "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after.",
+                "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after. Rows "
+                "without a temperature are greedy.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "
@@ -231,6 +236,11 @@ PAPERS = Page(
                 "*kept*: accepted over drafted; *accepted*: over the drafts that were decided on; "
                 "*draft share*: of a round's time. *paper*: what its authors print for *compared*, "
                 "on larger models and GPUs or servers.", section_tables.papers, apart=True),
+        Section("speed.dequantized_base", "smollm2_dequantized_base", "QSpec beside two bases",
+                "SmolLM2 in 4 bits, greedy, reading included. *speedup*: over our plain decoding, "
+                "with its 95 % interval; this one counts. *over dequantizing*: over plain decoding "
+                "in bfloat16 with the time of writing out all matrices at every pass, a sum of "
+                "two measured times.", compact),
     ),
 )  # fmt: skip
 

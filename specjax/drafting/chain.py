@@ -137,6 +137,7 @@ class LevelDrafter(ChainDrafter):
         wanted = self.wanted(state.draft.schedule, state)
         proposal, cache = self.draft(self.model(params), level, wanted)
         drafted = self.draft_length if proposal.counts is None else proposal.counts
+        drafted = jnp.where(state.finished, 0, drafted)
         draft, cache = self.leave(state.draft, state, cache, state.lengths - 1 + drafted)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
@@ -144,10 +145,11 @@ class LevelDrafter(ChainDrafter):
         draft = super().observe(draft, verified)
         if draft.cache is None:
             return draft
-        # The first token that was not kept is replaced: its entry, and those behind it, are wrong.
-        # The level above may add tokens before `enter` looks, so that is forgotten now.
+        # The first draft that was not kept is replaced: its entry, and those behind it, are wrong. The
+        # level above may add tokens before `enter` looks, so they are given up now.
         kept = jnp.minimum(verified.accepted, verified.count)
         wrong = jnp.maximum(verified.drafted - 1 - kept, 0)
+        wrong = jnp.where(verified.count > 0, wrong, 0)
         cache = draft.cache.with_lengths(draft.cache.lengths - wrong)
         return draft._replace(cache=cache)
 

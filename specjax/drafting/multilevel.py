@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,13 @@ _Carry = tuple[DecodeState, jax.Array | None]
 
 
 class MultiLevelState(NamedTuple):
-    """outer, inner: the two drafters' own states; stats: counts of their rounds."""
+    """outer, inner: the two drafters' own states; stats: counts of their rounds; begins: int32[B],
+    where the last draft began."""
 
     outer: LevelState
     inner: object
     stats: Stats
+    begins: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -114,9 +116,10 @@ class MultiLevel(Drafter):
     def init(self, params: Params, state: DecodeState, width: int) -> MultiLevelState:
         outer = self.outer.init(params, state, width)
         stats = Stats.zeros(state.tokens.shape[0])
-        level = self._enter(MultiLevelState(outer, None, stats), state)
+        begins = jnp.copy(state.lengths)  # rounds donate the state
+        level = self._enter(MultiLevelState(outer, None, stats, begins), state)
         inner = self.inner.init(self.outer.model(params), level, width)
-        return MultiLevelState(outer, inner, stats)
+        return MultiLevelState(outer, inner, stats, begins)
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         model, outer = self.outer.model(params), self.outer
@@ -142,12 +145,15 @@ class MultiLevel(Drafter):
         whole = outer.schedule is None and outer.confidence is None
         counts = None if whole else level.lengths - state.lengths
         kept, cache = outer.leave(state.draft.outer, state, level.cache, level.cache.lengths)
-        draft = MultiLevelState(kept, level.draft, level.stats)
+        draft = MultiLevelState(kept, level.draft, level.stats, state.lengths)
         proposal = Proposal(tokens, counts, distributions, least=1)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
     def observe(self, draft: MultiLevelState, verified: Verified) -> MultiLevelState:
-        return draft._replace(outer=self.outer.observe(draft.outer, verified))
+        kept = draft.begins + jnp.minimum(verified.accepted, verified.count)
+        return draft._replace(
+            outer=self.outer.observe(draft.outer, verified), inner=_shortened(draft.inner, kept)
+        )
 
     def levels(self, draft: MultiLevelState) -> tuple[Stats, ...]:
         return (draft.stats, *self.inner.levels(draft.inner))
@@ -171,6 +177,20 @@ class MultiLevel(Drafter):
             confidence=self.outer.confidence,
             logprobs=None,
         )
+
+
+def _shortened(draft: Any, slots: jax.Array) -> Any:
+    """A drafter's state whose own caches hold the first `slots` at most, int32[B].
+
+    Drafts that a level above has refused are in the caches of all below it.
+    """
+    if isinstance(draft, MultiLevelState):
+        outer, inner = (_shortened(each, slots) for each in (draft.outer, draft.inner))
+        return draft._replace(outer=outer, inner=inner)
+    if isinstance(draft, LevelState) and draft.cache is not None:
+        lengths = jnp.minimum(draft.cache.lengths, slots)
+        return draft._replace(cache=draft.cache.with_lengths(lengths))
+    return draft
 
 
 def _record(distributions: jax.Array, verified: Verified, first: jax.Array) -> jax.Array:
