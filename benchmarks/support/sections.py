@@ -150,8 +150,8 @@ BILLION = Page(
                 "timed, and each plain row in 4 bits or bfloat16 is the base of those below it. "
                 "`Auto`'s costs were measured alone in the second table of the H100, and while "
                 "programs were compiled in the first. On the EPYC `wide_8` is of a commit before "
-                "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after. Rows "
-                "without a temperature are greedy.",
+                "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after. "
+                "Rows without a temperature are greedy.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
                 "The target is `tiny-16bit` widened to 1.04 billion parameters "

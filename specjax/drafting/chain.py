@@ -145,8 +145,8 @@ class LevelDrafter(ChainDrafter):
         draft = super().observe(draft, verified)
         if draft.cache is None:
             return draft
-        # The first draft that was not kept is replaced: its entry, and those behind it, are wrong. The
-        # level above may add tokens before `enter` looks, so they are given up now.
+        # The first draft that was not kept is replaced: its entry, and those behind it, are wrong.
+        # The level above may add tokens before `enter` looks, so they are given up now.
         kept = jnp.minimum(verified.accepted, verified.count)
         wrong = jnp.maximum(verified.drafted - 1 - kept, 0)
         wrong = jnp.where(verified.count > 0, wrong, 0)
