@@ -89,9 +89,8 @@ EXACTNESS = Page(
                 "Lines of real text and odd ones, encoded by the tokenizer in SmolLM2's GGUF "
                 "file."),
         Section("exactness.chi_square", "chi_square*", "Sampled texts",
-                "Sampled texts per drafter against their exact distribution. Drafters with 20,000 "
-                "samples drew from random numbers of their own. Those with 100,000, of older runs, "
-                "shared theirs, so these rows are not independent tests."),
+                "20,000 sampled texts per drafter against their exact distribution. Every drafter "
+                "draws from random numbers of its own."),
         Section("exactness.serving", "*_served", "Outputs under load",
                 "Greedy and seeded requests from 1 to 32 clients, some of whom leave, beside "
                 "`generate` for each alone. *left*: rows, prompts and files afterwards. Tests ran "
