@@ -15,12 +15,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
 import specjax
-from benchmarks.support.common import parser, table, write
+from benchmarks.support.common import parser, sampled, table, write
 from benchmarks.support.instruct import KINDS, MODEL, prompts, target
 from specjax.drafting.costs import WIDTHS, Costs
 
@@ -79,13 +78,9 @@ def _options() -> Any:
 def _decoded(
     drafter: specjax.Drafter, asked: list[list[int]], temperature: float, options: Any
 ) -> list[specjax.Completion]:
-    sampled: dict[str, Any] = {}
-    if temperature:
-        sampling = specjax.Sampling(temperature=temperature)
-        sampled = {"sampling": sampling, "key": jax.random.key(0)}
     return specjax.decode_many(
         target("gguf"), asked, rows=options.rows, max_new_tokens=options.max_new_tokens,
-        drafter=drafter, **sampled,
+        drafter=drafter, **sampled(temperature),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
-from benchmarks.support.common import kept_rows, parser, table, write
+from benchmarks.support.common import kept_rows, parser, sampled, table, write
 from benchmarks.support.instruct import MODEL, Case, Chunk, base, cases, chunks, target
 from specjax.bench.turns import geometric_mean, take_turns
 
@@ -96,16 +96,12 @@ def _answered(
     name: str, drafter: specjax.Drafter, cell: _Cell, options: Any, chunk: Chunk
 ) -> specjax.DecodeResult:
     _, tokens, lengths = chunk
-    sampled: dict[str, Any] = {}
-    if cell.temperature:
-        sampling = specjax.Sampling(temperature=cell.temperature)
-        sampled = {"sampling": sampling, "key": jax.random.key(0)}
     return jax.block_until_ready(
         specjax.decode(
             target(name), tokens, prompt_lengths=lengths, drafter=drafter,
             max_new_tokens=options.max_new_tokens,
             cache_capacity=max(options.widths) + options.max_new_tokens + 24,
-            **sampled,
+            **sampled(cell.temperature),
         )
     )  # fmt: skip
 

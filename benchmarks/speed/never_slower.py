@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
-from benchmarks.support.common import kept_rows, parser, table, write
+from benchmarks.support.common import kept_rows, parser, sampled, table, write
 from benchmarks.support.instruct import KINDS, MODEL, chunks, target
 
 DRAFTERS = specjax.Autoregressive(), specjax.Auto()
@@ -63,14 +63,11 @@ def _measured(cell: dict[str, Any], options: Any) -> dict[str, Any]:
     """The numbers of one cell."""
     found = chunks(options.data, cell["batch"], cell["batch"], options.widths)
     tokens, lengths = next(chunk[1:] for chunk in found if chunk[0] == cell["kind"])
-    sampled: dict[str, Any] = {}
-    if cell["temperature"]:
-        sampling = specjax.Sampling(temperature=cell["temperature"])
-        sampled = {"sampling": sampling, "key": jax.random.key(0)}
     decode = partial(
         specjax.decode, target(cell["target"]), tokens, prompt_lengths=lengths,
         max_new_tokens=options.max_new_tokens,
-        cache_capacity=max(options.widths) + options.max_new_tokens + _SPARE, **sampled,
+        cache_capacity=max(options.widths) + options.max_new_tokens + _SPARE,
+        **sampled(cell["temperature"]),
     )  # fmt: skip
 
     def timed(drafter: specjax.Drafter) -> tuple[float, specjax.DecodeResult]:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import specjax
-from benchmarks.support.common import pad, parser, table, write
+from benchmarks.support.common import pad, parser, sampled, table, write
 from benchmarks.support.instruct import MODEL, target
 from benchmarks.support.paired import beside
 from benchmarks.support.repeated import SETS, asked
@@ -74,16 +74,12 @@ def _options() -> Any:
 def _answer(
     params: specjax.Params, name: str, prompt: list[int], memory: specjax.SuffixMemory, options: Any
 ) -> Answer:
-    sampled: dict[str, Any] = {}
-    if options.temperature:
-        sampling = specjax.Sampling(temperature=options.temperature)
-        sampled = {"sampling": sampling, "key": jax.random.key(0)}
     tokens, lengths = pad([prompt], options.width)
     begin = time.perf_counter()
     drafters = {PLAIN: specjax.Autoregressive(), AUTO: specjax.Auto()}
     result = specjax.decode(
         params, tokens, prompt_lengths=lengths, max_new_tokens=options.max_new_tokens,
-        drafter=drafters.get(name, specjax.Auto(memory=memory)), **sampled,
+        drafter=drafters.get(name, specjax.Auto(memory=memory)), **sampled(options.temperature),
     )  # fmt: skip
     answer = np.asarray(result.tokens)[0, : int(result.lengths[0])]
     if name == MEMORY:

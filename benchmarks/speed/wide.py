@@ -25,7 +25,7 @@ import numpy as np
 
 import specjax
 from benchmarks.kernels.rates import device_name
-from benchmarks.support.common import pad, parser, table, text_prompts, write
+from benchmarks.support.common import pad, parser, sampled, table, text_prompts, write
 from benchmarks.support.widen import LARGE, widen
 from specjax.bench.turns import geometric_mean, take_turns
 from specjax.drafting.calibration import calibrate
@@ -116,17 +116,12 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
         for i in range(0, max(options.prompts, batch), batch)
     ]
 
-    sampled: dict[str, Any] = {}
-    if options.temperature:
-        sampling = specjax.Sampling(temperature=options.temperature)
-        sampled = {"sampling": sampling, "key": jax.random.key(0)}
-
     def decode(name: str, chunk: Chunk) -> specjax.DecodeResult:
         params, drafter = cases[name]
         tokens, lengths = chunk
         return specjax.decode(
             params, tokens, prompt_lengths=lengths, drafter=drafter, stop_tokens=(),
-            max_new_tokens=options.max_new_tokens, **sampled,
+            max_new_tokens=options.max_new_tokens, **sampled(options.temperature),
         )  # fmt: skip
 
     def first(name: str) -> float:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+import specjax
 from benchmarks.support.tables import ROOT as ROOT
 from benchmarks.support.tables import table as table
 from specjax.bench import environment as place
@@ -99,3 +101,10 @@ def pad(prompts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.nd
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return tokens, np.array([len(prompt) for prompt in prompts], np.int32)
+
+
+def sampled(temperature: float) -> dict[str, Any]:
+    """The options of a decode at this temperature; none at zero, which is greedy."""
+    if not temperature:
+        return {}
+    return {"sampling": specjax.Sampling(temperature=temperature), "key": jax.random.key(0)}
