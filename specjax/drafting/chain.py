@@ -109,6 +109,13 @@ class LevelState(NamedTuple):
     cache: KVCache | None
     schedule: Any
 
+    def shortened(self, slots: jax.Array) -> LevelState:
+        """Gives up what the cache holds from `slots` on, int32[B]: refused drafts' entries."""
+        if self.cache is None:
+            return self
+        lengths = jnp.minimum(self.cache.lengths, slots)
+        return self._replace(cache=self.cache.with_lengths(lengths))
+
 
 class LevelDrafter(ChainDrafter):
     """Base of the chain drafters in the target's own tokens, which `MultiLevel` can draft for."""
@@ -142,16 +149,9 @@ class LevelDrafter(ChainDrafter):
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
     def observe(self, draft: LevelState, verified: Verified) -> LevelState:
-        draft = super().observe(draft, verified)
-        if draft.cache is None:
-            return draft
-        # The first draft that was not kept is replaced: its entry, and those behind it, are wrong.
-        # The level above may add tokens before `enter` looks, so they are given up now.
-        kept = jnp.minimum(verified.accepted, verified.count)
-        wrong = jnp.maximum(verified.drafted - 1 - kept, 0)
-        wrong = jnp.where(verified.count > 0, wrong, 0)
-        cache = draft.cache.with_lengths(draft.cache.lengths - wrong)
-        return draft._replace(cache=cache)
+        # Not left to `enter`: the level above may add tokens before it looks.
+        updated: LevelState = super().observe(draft, verified)
+        return updated.shortened(verified.agreed)
 
     def lag(self, above: int, depth: int) -> int:
         """The most tokens before the last that the drafting model's cache may lack.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,16 @@ _Carry = tuple[DecodeState, jax.Array | None]
 
 
 class MultiLevelState(NamedTuple):
-    """outer, inner: the two drafters' own states; stats: counts of their rounds; begins: int32[B],
-    where the last draft began."""
+    """outer, inner: the two drafters' own states; stats: counts of their rounds."""
 
     outer: LevelState
     inner: object
     stats: Stats
-    begins: jax.Array
+
+    def shortened(self, slots: jax.Array) -> MultiLevelState:
+        """Gives up what the caches of all levels hold from `slots` on, int32[B]."""
+        inner = _shortened(self.inner, slots)
+        return self._replace(outer=self.outer.shortened(slots), inner=inner)
 
 
 @jax.tree_util.register_dataclass
@@ -116,10 +119,9 @@ class MultiLevel(Drafter):
     def init(self, params: Params, state: DecodeState, width: int) -> MultiLevelState:
         outer = self.outer.init(params, state, width)
         stats = Stats.zeros(state.tokens.shape[0])
-        begins = jnp.copy(state.lengths)  # rounds donate the state
-        level = self._enter(MultiLevelState(outer, None, stats, begins), state)
+        level = self._enter(MultiLevelState(outer, None, stats), state)
         inner = self.inner.init(self.outer.model(params), level, width)
-        return MultiLevelState(outer, inner, stats, begins)
+        return MultiLevelState(outer, inner, stats)
 
     def propose(self, params: Params, state: DecodeState) -> tuple[Proposal, DecodeState]:
         model, outer = self.outer.model(params), self.outer
@@ -145,14 +147,15 @@ class MultiLevel(Drafter):
         whole = outer.schedule is None and outer.confidence is None
         counts = None if whole else level.lengths - state.lengths
         kept, cache = outer.leave(state.draft.outer, state, level.cache, level.cache.lengths)
-        draft = MultiLevelState(kept, level.draft, level.stats, state.lengths)
+        draft = MultiLevelState(kept, level.draft, level.stats)
         proposal = Proposal(tokens, counts, distributions, least=1)
         return proposal, dataclasses.replace(state, cache=cache, draft=draft)
 
     def observe(self, draft: MultiLevelState, verified: Verified) -> MultiLevelState:
-        kept = draft.begins + jnp.minimum(verified.accepted, verified.count)
+        # Refused drafts are in the caches of all levels below.
         return draft._replace(
-            outer=self.outer.observe(draft.outer, verified), inner=_shortened(draft.inner, kept)
+            outer=self.outer.observe(draft.outer, verified),
+            inner=_shortened(draft.inner, verified.agreed),
         )
 
     def levels(self, draft: MultiLevelState) -> tuple[Stats, ...]:
@@ -179,18 +182,9 @@ class MultiLevel(Drafter):
         )
 
 
-def _shortened(draft: Any, slots: jax.Array) -> Any:
-    """A drafter's state whose own caches hold the first `slots` at most, int32[B].
-
-    Drafts that a level above has refused are in the caches of all below it.
-    """
-    if isinstance(draft, MultiLevelState):
-        outer, inner = (_shortened(each, slots) for each in (draft.outer, draft.inner))
-        return draft._replace(outer=outer, inner=inner)
-    if isinstance(draft, LevelState) and draft.cache is not None:
-        lengths = jnp.minimum(draft.cache.lengths, slots)
-        return draft._replace(cache=draft.cache.with_lengths(lengths))
-    return draft
+def _shortened(draft: object, slots: jax.Array) -> object:
+    """A drafter's own state without what its caches, if it has any, hold from `slots` on."""
+    return draft.shortened(slots) if isinstance(draft, LevelState | MultiLevelState) else draft
 
 
 def _record(distributions: jax.Array, verified: Verified, first: jax.Array) -> jax.Array:

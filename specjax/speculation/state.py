@@ -198,6 +198,7 @@ class Proposal:
 class Verified:
     """The target's verdict on a proposal.
 
+    begins: int32[B], the row's tokens before the round.
     proposed: int32[B, N].
     drafted: int32[B], proposals that might have been accepted.
     accepted: int32[B], leading proposals that the target kept; in a tree, those on one path.
@@ -216,6 +217,7 @@ class Verified:
     logprobs: of every emitted token, N + 1 per row; None: nobody asked for them.
     """
 
+    begins: jax.Array
     proposed: jax.Array
     drafted: jax.Array
     accepted: jax.Array
@@ -228,3 +230,9 @@ class Verified:
     nodes: jax.Array | None
     distributions: jax.Array | None
     logprobs: Logprobs | None = None
+
+    @property
+    def agreed(self) -> jax.Array:
+        """int32[B], the row's tokens before the round and the drafts that were kept. A drafting
+        model that drafted more has read tokens behind them that the row does not have."""
+        return self.begins + jnp.minimum(self.accepted, self.count)

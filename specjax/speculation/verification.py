@@ -151,7 +151,7 @@ def _judge_chain(
             state.round_keys(purpose=1), tokens, counts, proposal.distributions, distributions
         )
     return Verified(
-        proposed=tokens, drafted=counts, accepted=accepted, nodes=None,
+        begins=state.lengths, proposed=tokens, drafted=counts, accepted=accepted, nodes=None,
         tested=jnp.minimum(accepted + 1, counts), emitted=emitted, count=accepted,
         logits=logits, choices=choices, finite=_finite(logits), distributions=distributions,
     )  # fmt: skip
@@ -182,9 +182,10 @@ def _judge_tree(
         distributions = _along(everywhere, nodes)
     last = jnp.max(nodes, axis=1, keepdims=True, initial=-1)
     return Verified(
-        proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32), accepted=accepted,
-        nodes=nodes, tested=accepted + jnp.any(meant & (parents == last), axis=1),
-        emitted=emitted, count=accepted, logits=logits, choices=choices,
+        begins=state.lengths, proposed=tokens, drafted=jnp.sum(meant, axis=1, dtype=jnp.int32),
+        accepted=accepted, nodes=nodes,
+        tested=accepted + jnp.any(meant & (parents == last), axis=1), emitted=emitted,
+        count=accepted, logits=logits, choices=choices,
         finite=_along(_finite(logits), nodes), distributions=distributions,
     )  # fmt: skip
 

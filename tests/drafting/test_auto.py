@@ -440,7 +440,7 @@ def _verified(rows: int, emitted: jax.Array | None = None, count: int = 1) -> Ve
     tokens = jnp.zeros((rows, 1), jnp.int32) if emitted is None else emitted
     tokens = jnp.pad(tokens, ((0, 0), (0, 8 - tokens.shape[1])))
     return Verified(
-        proposed=tokens, drafted=zeros, accepted=zeros, tested=zeros, emitted=tokens,
+        begins=zeros, proposed=tokens, drafted=zeros, accepted=zeros, tested=zeros, emitted=tokens,
         count=zeros + count, logits=None, choices=tokens, finite=tokens > -1, nodes=None,
         distributions=None,
     )  # fmt: skip
