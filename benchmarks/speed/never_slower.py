@@ -1,10 +1,12 @@
-"""Times `Auto` beside plain decoding in pairs, cell by cell: does the default ever lose?
+"""Times `Auto` beside plain decoding in turns, cell by cell: does the default ever lose?
 
 A cell is a target, a batch size, a temperature and a kind of text. SmolLM2 answers one batch of
-real prompts, reading included, by plain decoding and by `Auto`, one right after the other, and the
-other way round in the next pair: neighbours on the machine slow both. *speedup* is the median of
-plain decoding's time over `Auto`'s, over the pairs, with the 95 % interval of that median by
-bootstrap. The target of both is the same. Programs are compiled before, and costs are measured.
+real prompts, reading included, by plain decoding, by `Auto` and by plain decoding again, one right
+after the other and in another order at every turn: neighbours on the machine slow all of them.
+*speedup* is the median over the turns of plain decoding's mean time over `Auto`'s, with the 95 %
+interval of that median by bootstrap. *control* is that of the first plain decoding over the second:
+it would be 1 on a machine without neighbours, so its distance from 1 is chance alone. All have the
+same target. Programs are compiled before, and costs are measured.
 
 A file is written after every cell. The same command on the same commit goes on where it was
 stopped.
@@ -28,7 +30,8 @@ import specjax
 from benchmarks.support.common import kept_rows, parser, sampled, table, write
 from benchmarks.support.instruct import KINDS, MODEL, chunks, target
 
-DRAFTERS = specjax.Autoregressive(), specjax.Auto()
+_ARMS = specjax.Autoregressive(), specjax.Auto(), specjax.Autoregressive()
+_ORDERS = tuple(itertools.permutations(range(len(_ARMS))))
 _RESAMPLES = 2000
 _SPARE = 24  # slots beside the longest prompt and its answer
 
@@ -53,7 +56,7 @@ def _options() -> Any:
     add("--targets", nargs="+", choices=targets, default=targets)
     add("--batch", type=int, nargs="+", default=[4, 8, 16])
     add("--temperature", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="0: greedy")
-    add("--pairs", type=int, default=4)
+    add("--turns", type=int, default=6)
     add("--widths", type=int, nargs="+", default=[96, 192], help="to which prompts are padded")
     add("--max-new-tokens", type=int, default=64)
     return parse.parse_args()
@@ -75,21 +78,26 @@ def _measured(cell: dict[str, Any], options: Any) -> dict[str, Any]:
         result = jax.block_until_ready(decode(drafter=drafter))
         return time.perf_counter() - begin, result
 
-    plain, auto = (timed(drafter)[1] for drafter in DRAFTERS)  # compiles
-    seconds = np.zeros((options.pairs, 2))
-    for pair in range(options.pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            seconds[pair, which] = timed(DRAFTERS[which])[0]
-    ratios = seconds[:, 0] / seconds[:, 1]
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
-    low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
+    plain, auto, _ = (timed(drafter)[1] for drafter in _ARMS)  # compiles
+    seconds = np.zeros((options.turns, len(_ARMS)))
+    for turn in range(options.turns):
+        for arm in _ORDERS[turn % len(_ORDERS)]:
+            seconds[turn, arm] = timed(_ARMS[arm])[0]
+    first, drafted, second = seconds.T
     return {
-        "pairs": options.pairs,
-        "speedup": float(np.median(ratios)), "speedup_low": low, "speedup_high": high,
+        "turns": options.turns,
+        **_median("speedup", (first + second) / 2 / drafted), **_median("control", first / second),
         "tokens_per_round": float(auto.stats.generated.sum() / auto.stats.rounds.sum()),
         "drafted": int(auto.stats.drafted.sum()),
         "identical": bool(np.array_equal(plain.tokens, auto.tokens)),
     }  # fmt: skip
+
+
+def _median(name: str, ratios: np.ndarray) -> dict[str, float]:
+    """The median and its interval."""
+    drawn = np.random.default_rng(0).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
+    return {name: float(np.median(ratios)), f"{name}_low": low, f"{name}_high": high}
 
 
 if __name__ == "__main__":

@@ -116,9 +116,10 @@ REAL_MODEL = Page(
                 "decoding's; sampled ones need not be. The files also hold each kind of text.",
                 section_tables.by_drafter, apart=True),
         Section("speed.never_slower", "smollm2_never_slower", "Does the default ever lose?",
-                "`Auto` beside plain decoding of the same target, in pairs, one batch of real "
-                "prompts per kind, reading included. *speedup*: the median over the pairs, with "
-                "its 95 % interval; *drafted*: tokens, in all rows and rounds.", compact),
+                "`Auto` between two plain decodings of the same target, one batch of real prompts "
+                "per kind, reading included. *speedup*: the median over the turns, with its 95 % "
+                "interval; *control*: the same for one plain decoding over the other; *drafted*: "
+                "tokens, in all rows and rounds.", compact),
     ),
 )  # fmt: skip
 

@@ -253,6 +253,8 @@ def _host_decides() -> bool:
 
 
 def _costs(passes: list[float], draft: float, look: float) -> Costs:
+    # A wider pass takes no less: where it seemed to, a neighbour slowed the narrow one.
+    passes = np.maximum.accumulate(passes).tolist()
     cheap = [n for n, passed in zip(WIDTHS, passes, strict=True) if passed - 1 < _CHEAP * look]
     return Costs(
         np.array(passes, np.float32), np.float32(draft), np.float32(look),
