@@ -56,7 +56,9 @@ def joined(weight: NestedInt8Weight) -> Int8Weight:
     """The 8-bit weight that both planes are: row by row, of a weight that is stored so."""
     assert weight.out_features is None
     integers = 16 * unpack(weight.packed) + unpack(weight.rest)
-    scales = (weight.scales.astype(jnp.float32) / 16).astype(weight.scales.dtype)
+    scales = weight.scales.astype(jnp.float32) / 16
+    if weight.scales.dtype != jnp.float16:  # whose smallest values have fewer bits
+        scales = scales.astype(weight.scales.dtype)
     return Int8Weight(integers, scales, weight.in_features, weight.group_size)
 
 

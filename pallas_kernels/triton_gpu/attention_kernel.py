@@ -61,6 +61,8 @@ def attention_refusal(queries: jax.Array, keys: Entries, mask: jax.Array | None)
             f"head_dim must be a power of two up to {WIDEST}, {NARROWEST} or more in a product, "
             f"got {queries.shape[3]}, {width} in a product"
         )
+    if isinstance(keys, QuantizedEntries) and 2**31 < keys.codes.size <= 2**32:
+        return f"codes of more than 2^31 bytes are out of reach, got {keys.codes.size}"
     return shared.mask_refusal(queries, mask)
 
 

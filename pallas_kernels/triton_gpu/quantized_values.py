@@ -162,10 +162,11 @@ class QuantizedTile:
         """Subtracts what `_planes` added, and a weight's zero, from bfloat16 values: exactly."""
         if self.kind is not Int4Weight or values.dtype == jnp.int8:
             return values
+        values -= 136
         if "zeros" not in columns:
-            return values - 136
+            return values
         zero = columns["zeros"][place % len(columns["zeros"])]
-        return values - (zero.astype(jnp.int32) + 136).astype(jnp.float32).astype(jnp.bfloat16)
+        return values - zero.astype(jnp.float32).astype(jnp.bfloat16)
 
     def _product(
         self, values: jax.Array, inputs: jax.Array, columns: Columns, place: int

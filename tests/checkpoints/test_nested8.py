@@ -20,7 +20,7 @@ from pallas_kernels.formats import integers
 from pallas_kernels.interleave import by_rows
 from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight
-from pallas_kernels.planes import draft_plane, joined
+from pallas_kernels.planes import draft_plane, joined, nested_int8_from_integers
 from specjax.model.params import Params, stored
 from specjax.model.sizes import weight_bytes
 from specjax.model.weight_names import is_block_matrix, named_weights
@@ -69,6 +69,20 @@ def test_errors_beside_those_of_one_reading(group_size: int | None) -> None:
     plain8 = error(dequantize(round_to_nearest(weight, group_size, bits=8)))
     assert error(dequantize(draft_plane(made))) < 1.01 * plain4
     assert error(dequantize(made)) < 1.2 * plain8
+
+
+@pytest.mark.parametrize("scale", [3e-3, 5e-5])
+def test_small_float16_scales_lose_no_bit(scale: float) -> None:
+    """A sixteenth of them is no float16."""
+    q = np.random.default_rng(0).integers(-120, 120, (32, 256))
+    scales = jnp.full((32, 2), scale, jnp.float16)
+    made = nested_int8_from_integers(jnp.asarray(q, jnp.int8), scales, 128)
+    exact = q * float(scales[0, 0]) / 16
+    np.testing.assert_array_equal(dequantize(made), exact.astype(np.float32))
+    x = jnp.eye(256, dtype=jnp.float32)[:8]
+    for name in ("cpu", "reference"):
+        y = matmul(x, made, implementation=name)
+        np.testing.assert_array_equal(y.T, exact[:, :8].astype(np.float32))
 
 
 @pytest.mark.parametrize("activation", ["a8", "a4"])

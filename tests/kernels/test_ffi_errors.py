@@ -225,7 +225,16 @@ REFUSED = [  # call, changes, error message
             "points": numbers(2),
             "others": zeros(40, 16, dtype=jnp.uint8),
         },
-        "MXFP4 has no minima",
+        "MXFP4 has groups of 32 without zeros or minima",
+    ),
+    (
+        MATMUL,
+        {
+            "kinds": numbers(1),
+            "group_sizes": numbers(64),
+            "scales": zeros(40, 8, dtype=jnp.uint8),
+        },
+        "MXFP4 has groups of 32",
     ),
     (MATMUL, {"points": numbers(3)}, "unknown kind of points"),
     (MATMUL, {"points": numbers(-1)}, "unknown kind of points"),

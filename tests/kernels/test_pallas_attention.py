@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from pallas_kernels import attention_reference, mosaic_tpu, triton_gpu
 from pallas_kernels.attention import IMPLEMENTATIONS, attention
 from pallas_kernels.attention_operands import MOST_MASKED
+from pallas_kernels.cache_entries import QuantizedEntries
 from tests.kernels.test_cpu_attention import OPTIONS, Case, exact, make_case, operands_of
 from tests.kernels.test_pallas_kernels import CUSTOM_CALLS, DEVICES, lowered
 from tests.support.compiled import dequantize_entries, quantize_entries
@@ -208,6 +209,17 @@ def test_codes_lower_for_gpus() -> None:
         codes = quantize_entries(keys, bits)
         text = lowered_door("cuda", case | {"keys": codes, "values": codes})
         assert CUSTOM_CALLS["cuda"] in text
+
+
+def test_codes_beyond_32_bits_of_an_offset_are_refused() -> None:
+    """Triton's offsets have 64 bits from 2^32 on, and below 2^31 they fit."""
+    for slots, message in ((2**16, None), (2**16 + 128, "out of reach, got"), (2**17 + 128, None)):
+        codes = jax.ShapeDtypeStruct((1, 32, slots, 8, 128), jnp.uint8)
+        numbers = jax.ShapeDtypeStruct(codes.shape[:4], jnp.float32)
+        keys = QuantizedEntries(codes, numbers, numbers, bits=8)
+        queries = jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16)
+        refused = triton_gpu.attention_refusal(queries, keys, None)
+        assert refused is None if message is None else message in refused
 
 
 def test_the_reference_serves_what_a_kernel_refuses() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels import reference, triton_gpu
 from pallas_kernels.bfloat12 import bfloat12
-from pallas_kernels.formats import Bfloat16Weight
+from pallas_kernels.formats import Bfloat16Weight, int4_from_integers
 from pallas_kernels.matmul import matmul
 from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 from pallas_kernels.planes import LARGEST, SMALLEST, joined, nested_int8_from_integers
@@ -64,6 +64,16 @@ def test_wrong_zeros_are_refused() -> None:
     wrong = dataclasses.replace(weight, zeros=jnp.zeros((96, 1), jnp.int8))
     with pytest.raises(ValueError, match=r"zeros must be int8\[96, 2\], got int8\[96, 1\]"):
         triton_gpu.matmul(x, wrong)
+
+
+def test_every_zero_is_subtracted_exactly() -> None:
+    """Two of them at once would not be: 136 + 121 is no bfloat16."""
+    q = np.random.default_rng(0).integers(-8, 8, (64, 128))
+    zeros, scales = jnp.arange(64, 128, dtype=jnp.int8)[:, None], jnp.ones((64, 1), jnp.bfloat16)
+    weight = int4_from_integers(jnp.asarray(q, jnp.int8), scales, 128, zeros)
+    x = jnp.eye(128, dtype=jnp.bfloat16)[:16]
+    y = triton_gpu.matmul(x, weight, interpret=True)
+    np.testing.assert_array_equal(y.T, q[:, :16] - np.arange(64, 128)[:, None])
 
 
 def random_bfloat16(n: int, k: int) -> Bfloat16Weight:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="without it no layer
 DEEP = dataclasses.replace(CONFIG, num_layers=5, dtype="bfloat16")
 WINDOW = dataclasses.replace(DEEP, sliding_window=3)
 QWEN = dataclasses.replace(DEEP, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+NARROW = dataclasses.replace(DEEP, intermediate_size=8)  # between the products of an MLP
 FORMS = {
     "4 bits": lambda: quantized_model(DEEP),
     "4 bits, float32": lambda: quantized_model(dataclasses.replace(DEEP, dtype="float32")),
@@ -39,6 +40,7 @@ FORMS = {
     "bfloat16": lambda: specjax.prepack(random_model(DEEP)),
     "float32": lambda: specjax.prepack(random_model(dataclasses.replace(DEEP, dtype="float32"))),
     "a window": lambda: quantized_model(WINDOW),
+    "a narrow MLP": lambda: specjax.prepack(random_model(NARROW)),
     "biases and norms of heads": lambda: specjax.prepack(with_biases(random_model(QWEN))),
     "16-bit values beside 4-bit ones": lambda: specjax.prepack(with_plain(quantized_model(DEEP))),
 }

@@ -34,7 +34,13 @@ namespace specjax {
 namespace {
 
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+// The compiler may use all of these for AVX2 and AVX-512 (CMakeLists.txt).
+bool has_avx2() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi2");
+}
 
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

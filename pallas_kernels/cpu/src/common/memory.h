@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Memory that a thread keeps from call to call, unless it is large.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,19 @@ class Memory {
  private:
   static constexpr int64_t kSlack = 16;
   std::vector<float> memory_;
+};
+
+// Memory of one call: what the thread keeps, or its own where much is needed.
+class CallMemory {
+ public:
+  explicit CallMemory(Memory& kept) : kept_(kept) {}
+
+  float* reserve(int64_t floats) { return (floats <= kMostKept ? kept_ : own_).reserve(floats); }
+
+ private:
+  static constexpr int64_t kMostKept = 1 << 22;
+  Memory& kept_;
+  Memory own_;
 };
 
 }  // namespace specjax

@@ -45,7 +45,7 @@ inline constexpr bool kHasBf16 = false;
 #endif
 
 // Whether the machine has an instruction for products of bytes (dot4).
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__aarch64__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 inline constexpr bool kHasDot4 = true;
 #else
 inline constexpr bool kHasDot4 = false;
@@ -146,11 +146,6 @@ SPECJAX_INLINE float sum_of_lanes(Float v) {
 SPECJAX_INLINE Int dot4(Int sum, Word u, Word s) {
 #if defined(__AVX512VNNI__)
   return (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
-#elif defined(__AVX512BW__)
-  const __m512i low = (__m512i)(u & 0x00FF00FF), high = (__m512i)(u >> 8 & 0x00FF00FF);
-  const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)s, 8), 8);
-  const __m512i odd = _mm512_srai_epi16((__m512i)s, 8);
-  return sum + (Int)_mm512_madd_epi16(low, even) + (Int)_mm512_madd_epi16(high, odd);
 #elif defined(__AVXVNNI__)
   return (Int)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)u, (__m256i)s);
 #elif defined(__AVX2__)

@@ -87,9 +87,10 @@ class Team {
   // Begins with the next of the loops that were announced.
   void reach_next() { shared_->reached.fetch_add(1); }
 
-  // Calls work(i) once for every 0 <= i < count, in any order; returns when all are done.
+  // Calls work(i) once for every 0 <= i < count, in any order; returns when all are done. Nothing
+  // may be thrown, for helpers read the caller's stack: where memory ends, the process does.
   template <typename Work>
-  void for_each(int64_t count, const Work& work) {
+  void for_each(int64_t count, const Work& work) noexcept {
     const int64_t threads = threads_for(count);
     if (threads == 1) {
       for (int64_t i = 0; i < count; ++i) work(i);
@@ -148,7 +149,7 @@ class Team {
   }
 
   void call(int64_t helper) {
-    pool_.Schedule([shared = shared_, threads = threads_, helper] {
+    pool_.Schedule([shared = shared_, threads = threads_, helper]() noexcept {
       const Loop* last = nullptr;
       Fetch fetch(shared->announced, shared->reached, threads, helper);
       for (Wait wait; !shared->ended.load() && !wait.is_long();) {

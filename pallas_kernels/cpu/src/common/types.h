@@ -108,6 +108,13 @@ constexpr bool is_integer(Arithmetic arithmetic) {
   return arithmetic == Arithmetic::kInteger || arithmetic == Arithmetic::kInteger16;
 }
 
+// Words of a row of x that hold `inputs` inputs.
+constexpr int64_t words_of(Arithmetic arithmetic, int64_t inputs) {
+  return arithmetic == Arithmetic::kInteger   ? inputs / 4
+         : arithmetic == Arithmetic::kFloat32 ? inputs
+                                              : inputs / 2;
+}
+
 // Which kernels multiply: those of panels, of a few rows (few_rows.h) or of tiles.
 enum class Way { kPanels, kFewRows, kTiles };
 

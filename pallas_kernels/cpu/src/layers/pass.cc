@@ -10,8 +10,7 @@
 namespace specjax {
 namespace {
 
-// Memory for what lies between the products of one layer. The thread keeps it for its next call
-// unless it is large.
+// Memory for what lies between the products of one layer.
 class Between {
  public:
   explicit Between(const Pass& p) {
@@ -21,8 +20,7 @@ class Between {
                                         std::max(p.d, p.f),   p.f,   p.f};
     int64_t needed = 0;
     for (const int64_t width : widths) needed += lines(p.rows * width);
-    thread_local Memory kept;
-    float* next = (needed <= kKept ? kept : own_).reserve(needed);
+    float* next = memory_.reserve(needed);
     float** parts[] = {&input, &q, &k, &v, &queries, &mixed, &result, &gate, &up};
     for (size_t i = 0; i < widths.size(); ++i) {
       *parts[i] = next;
@@ -30,19 +28,24 @@ class Between {
     }
   }
 
-  float* input;                // of the next product: [rows, K], bfloat16 or float32
+  float* input;                // of the next product: [rows, K], bfloat16 or float32; and `down`
   float *q, *k, *v, *queries;  // queries: rotated, bfloat16 or float32
   float *mixed, *gate, *up;
   float* result;  // [rows, D]; before it, the input of `down`
 
  private:
-  static constexpr int64_t kAlignment = 16, kKept = 1 << 22;  // floats
+  static constexpr int64_t kAlignment = 16;  // floats
 
   static int64_t lines(int64_t floats) {
     return (floats + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  Memory own_;
+  static Memory& kept() {
+    thread_local Memory memory;
+    return memory;
+  }
+
+  CallMemory memory_{kept()};
 };
 
 // One pass over one layer.
@@ -64,8 +67,8 @@ class Layer {
     for_pieces(team_, p_.rows * p_.f, kSerialWaiting, [&](int64_t first, int64_t count) {
       gate_values(at_.gate + first, at_.up + first, count, Row(p_.bfloat16, at_.result, first));
     });
-    multiply(at_.result, p_.f, {{kDown, at_.gate}});
-    add(at_.gate);
+    multiply(at_.result, p_.f, {{kDown, at_.input}});
+    add(at_.input);
   }
 
  private:

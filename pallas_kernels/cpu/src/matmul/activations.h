@@ -148,13 +148,6 @@ inline void copy_bfloat16(const Preparation& how, const Input& x, int64_t row, u
   }
 }
 
-// Words of a row that hold `inputs` inputs.
-constexpr int64_t words_of(Arithmetic arithmetic, int64_t inputs) {
-  return arithmetic == Arithmetic::kInteger   ? inputs / 4
-         : arithmetic == Arithmetic::kFloat32 ? inputs
-                                              : inputs / 2;
-}
-
 // Copies one row of [rows, words] to its place among the rows that stand together.
 inline void write_slices(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
                          uint32_t* out) {

@@ -9,11 +9,12 @@ namespace {
 
 constexpr int64_t kSerialInputs = 1 << 13;  // values of x that one thread prepares faster than two
 
-Prepared reserve(Memory& memory, const Preparation& how) {
+Prepared reserve(CallMemory& memory, const Preparation& how) {
+  const int64_t count = words_of(how.arithmetic, how.inputs);
   const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
-  float* const words = memory.reserve(how.rows * (how.inputs + groups + sums));
-  float* const scales = words + how.rows * how.inputs;
+  float* const words = memory.reserve(how.rows * (count + groups + sums));
+  float* const scales = words + how.rows * count;
   return {reinterpret_cast<uint32_t*>(words), scales, scales + how.rows * groups};
 }
 
@@ -33,8 +34,9 @@ void prepare(Team& team, const Kernels& kernels, const Preparation& how, const I
 
 void multiply(Team& team, const Kernels& kernels, const Input& x,
               std::vector<WeightProduct>& products) {
-  thread_local std::vector<Memory> memories;
-  if (memories.size() < products.size()) memories.resize(products.size());
+  thread_local std::vector<Memory> kept;
+  if (kept.size() < products.size()) kept.resize(products.size());
+  std::vector<CallMemory> memories(kept.begin(), kept.begin() + products.size());
   int64_t shares = 0;
   for (size_t i = 0; i < products.size(); ++i) {
     WeightProduct& product = products[i];

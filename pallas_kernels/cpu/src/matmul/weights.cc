@@ -43,7 +43,6 @@ ffi::Error read_points(Points kind, const std::vector<Array>& arrays, Weight& w)
   if (!zeros && (!fits || points.type != scales.type)) {
     return invalid("minima must be like the scales, got " + text(points.shape));
   }
-  if (!zeros && w.kind == Kind::kMxfp4) return invalid("MXFP4 has no minima");
   if (zeros) w.zeros = reinterpret_cast<const int8_t*>(points.data);
   if (!zeros) w.minima = points.data;
   return ffi::Error::Success();
@@ -120,6 +119,9 @@ ffi::Error read_weight(const Description& d, const std::vector<Array>& arrays, i
   w.group_size = d.group_size == 0 ? padded : d.group_size;
   if (w.group_size != padded && w.group_size != 32 && w.group_size != 64 && w.group_size != 128) {
     return invalid("unknown group size " + std::to_string(d.group_size));
+  }
+  if (w.kind == Kind::kMxfp4 && (w.group_size != 32 || d.points != Points::kNone)) {
+    return invalid("MXFP4 has groups of 32 without zeros or minima");
   }
   w.groups = padded / w.group_size;
   if (auto error = read_scales(arrays[1], w); error.failure()) return error;
