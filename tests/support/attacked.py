@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ _TESTS = {"forge": "assert f() is True\nassert False", "reach": "assert f() is T
 _UNSHARE = {"x86_64": 272, "aarch64": 97}
 _LANDLOCK = 444
 _JOBS = 4
+_SHARED = b"a secret"
 _SLOW = 13  # a priority that no other code sets
 _HARMLESS = """
 import decimal, heapq, threading
@@ -135,13 +136,14 @@ def _surroundings(folder: Path) -> Iterator[Any]:
             each.setblocking(False)
             if each.type == socket.SOCK_STREAM:
                 each.listen()
+        segment, shared = stack.enter_context(_segment())
         victim = stack.enter_context(
             subprocess.Popen([sys.executable, "-I", "-c", "input()"], stdin=subprocess.PIPE)
         )
         stack.callback(victim.kill)
         places = {
             "SECRET": str(secret), "CANARY": str(canary), "SOCKET": name, "VICTIM": victim.pid,
-            "EVALUATOR": os.getpid(), "PORT": addresses[0][1], "SLOW": _SLOW,
+            "EVALUATOR": os.getpid(), "PORT": addresses[0][1], "SEGMENT": segment, "SLOW": _SLOW,
         }  # fmt: skip
 
         def harm() -> list[str]:
@@ -149,11 +151,27 @@ def _surroundings(folder: Path) -> Iterator[Any]:
             found += [f"{each} is new" for each in canary.iterdir()]
             if _state(secret) != before:
                 found.append("the secret was changed")
+            if shared() != _SHARED:
+                found.append("the shared memory was changed")
             if victim.poll() is not None or os.getpriority(os.PRIO_PROCESS, victim.pid) == _SLOW:
                 found.append("the victim was reached")
             return found
 
         yield places, harm
+
+
+@contextlib.contextmanager
+def _segment() -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """Shared memory of System V: its number, and a function that reads it."""
+    libc = ctypes.CDLL(None)
+    libc.shmat.restype = ctypes.c_void_p
+    segment = libc.shmget(0, len(_SHARED), 0o1600)
+    place = libc.shmat(segment, None, 0)
+    ctypes.memmove(place, _SHARED, len(_SHARED))
+    try:
+        yield segment, lambda: ctypes.string_at(place, len(_SHARED))
+    finally:
+        libc.shmctl(segment, 0, None)
 
 
 def _state(path: Path) -> tuple[Any, ...] | None:

@@ -34,10 +34,12 @@ _FORBIDDEN = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setattr": (314, 274),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # sockets, and what outlives a process
-    "socket": (41, 198), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
-    "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219),
+    # sockets, and what outlives a process; what others made is reached by numbers alone
+    "socket": (41, 198), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
+    "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
+    "mq_open": (240, 180), "mq_unlink": (241, 181), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219),
     # memory that no limit counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447),
     # the kernel
