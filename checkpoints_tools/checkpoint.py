@@ -36,7 +36,7 @@ from pallas_kernels.nested import NestedInt8Weight, NestedWeight
 from pallas_kernels.weight_checks import check_arrays
 from pallas_kernels.weights import Weight
 from specjax.checks import Check, Number, Whole, printable, shown
-from specjax.files.atomic_directory import recover, replacing
+from specjax.files.atomic_directory import check_replaceable, recover, replacing
 from specjax.files.json_objects import as_object, read_object
 from specjax.model.config import SIZE, ModelConfig
 from specjax.model.parallel import check_model, gets_whole_tiles, weight_spec
@@ -101,13 +101,11 @@ def save(
     import orbax.checkpoint as ocp
 
     check_is_params(params)
-    target = Path(path)
-    check_target(target)
     if params.mesh is not None and params.mesh.is_multi_process:
         raise ValueError(
             "params are divided over several processes; save a model that one process holds whole"
         )
-    with replacing(target, params.nbytes) as directory:
+    with replacing(Path(path), check_target, params.nbytes) as directory:
         arrays, formats = take_apart(each_weight(params))
         with _checkpointer() as checkpointer:
             pieces = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
@@ -189,13 +187,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 def check_target(path: str | os.PathLike[str]) -> None:
     """Raises ValueError if `path` holds anything that a checkpoint must not replace."""
-    target = Path(path)
-    empty = target.is_dir() and not any(target.iterdir())
-    if target.exists() and not empty and not is_checkpoint(target):
-        raise ValueError(
-            f"{target} exists and is not a specjax checkpoint; give a new path "
-            "or a checkpoint to replace"
-        )
+    check_replaceable(Path(path), "a specjax checkpoint", is_checkpoint)
 
 
 def read_description(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

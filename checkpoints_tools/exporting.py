@@ -30,7 +30,7 @@ from pallas_kernels.interleave import by_rows
 from pallas_kernels.planes import in_one_plane
 from pallas_kernels.weight_values import plain_values
 from pallas_kernels.weights import Rounded, Weight
-from specjax.files.atomic_directory import replacing
+from specjax.files.atomic_directory import check_new, replacing
 from specjax.model.params import Params, check_is_params
 from specjax.model.weight_names import HEAD, is_block_matrix, named_weights
 
@@ -59,9 +59,6 @@ def export(
       OSError: `path` cannot be written; nothing is left there.
     """
     check_is_params(params)
-    target = Path(path)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"{target} exists; give a new path")
     weights = named_weights(params)
     forms = {name: jax.eval_shape(_in_one_plane, weight) for name, weight in weights.items()}
     for name, form in forms.items():
@@ -70,7 +67,7 @@ def export(
     quantization = _quantization_config(forms)
     if quantization is not None:
         fields["quantization_config"] = quantization
-    with replacing(target, params.nbytes) as directory:
+    with replacing(Path(path), check_new, params.nbytes) as directory:
         if tokenizer_dir is not None:
             checkpoint.copy_tokenizer(tokenizer_dir, directory)
         (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")

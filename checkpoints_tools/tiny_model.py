@@ -21,7 +21,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save
 
 from checkpoints_tools.tiny_corpus import END_OF_TEXT
-from specjax.files.atomic_directory import replacing
+from specjax.files.atomic_directory import check_replaceable, replacing
 
 ArrayTree = dict[str, Any]  # nested by module; the leaves are arrays
 
@@ -181,9 +181,15 @@ def tokenizer_config(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
+def _check_target(path: Path) -> None:
+    check_replaceable(
+        path, "a Hugging Face model", lambda found: (found / "model.safetensors").is_file()
+    )
+
+
 def export_hf(config: LlamaConfig, params: ArrayTree, tokenizer: Path, target: Path) -> None:
     """Writes the model as a Hugging Face directory, whole or not at all."""
-    with replacing(target) as fresh:
+    with replacing(target, _check_target) as fresh:
         weights = save(hf_tensors(params), metadata={"format": "pt"})
         (fresh / "model.safetensors").write_bytes(weights)
         shutil.copyfile(tokenizer, fresh / "tokenizer.json")

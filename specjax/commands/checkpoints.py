@@ -10,6 +10,7 @@ import numpy as np
 
 import specjax
 from specjax.commands.options import add_group_size, add_output, integer
+from specjax.files.atomic_directory import check_new
 from specjax.files.json_lines import read_text
 
 
@@ -49,7 +50,8 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", help='specjax checkpoint, or "tiny"')
-    add_output(parser, "out", directory=True, help="where the Hugging Face directory goes")
+    help_ = "where the Hugging Face directory goes"
+    add_output(parser, "out", directory=True, check=check_new, help=help_)
     parser.set_defaults(run=_export)
 
 

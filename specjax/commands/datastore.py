@@ -8,6 +8,7 @@ from typing import Any
 
 import specjax
 from specjax.commands.options import add_model, add_output, integer
+from specjax.drafting.datastore import check_target
 from specjax.evaluation.corpus import build_datastore
 from specjax.evaluation.progress_bar import progress_bar
 
@@ -21,7 +22,8 @@ def add(commands: Any) -> None:
     build = kinds.add_parser("build", help=help_, description=help_)
     add = build.add_argument
     add("corpus", type=Path, help="a text file or JSON lines, also gzipped")
-    add_output(build, "out", directory=True, help="the directory of the datastore")
+    help_ = "the directory of the datastore"
+    add_output(build, "out", directory=True, check=check_target, help=help_)
     add_model(build)
     for name, default, what in (
         ("--keep", 100_000, "sequences to keep"),

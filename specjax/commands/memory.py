@@ -10,12 +10,13 @@ from pathlib import Path
 import specjax
 from specjax.checks import shown
 from specjax.commands.options import add_output
+from specjax.drafting.suffix_memory import check_target
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """--memory."""
     help_ = "draft from the texts in this memory too, and add the new one; made if it is missing"
-    add_output(parser, "--memory", directory=True, metavar="DIR", help=help_)
+    add_output(parser, "--memory", directory=True, check=check_target, metavar="DIR", help=help_)
 
 
 def with_memory(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import specjax
 from specjax.checks import check_seed, shown
+from specjax.files.atomic_directory import Check
 from specjax.files.outputs import check_output
 
 if TYPE_CHECKING:
@@ -125,20 +126,33 @@ def add_picture(parser: argparse.ArgumentParser, help_: str) -> None:
 
 
 def add_output(
-    parser: argparse.ArgumentParser, name: str, *, directory: bool = False, **described: str
+    parser: argparse.ArgumentParser,
+    name: str,
+    *,
+    directory: bool = False,
+    check: Check | None = None,
+    **described: str,
 ) -> None:
-    """An argument that names a file or a directory that the command writes."""
+    """An argument that names a file or a directory that the command writes.
+
+    `check` raises ValueError if a path holds what must not be replaced.
+    """
     action = parser.add_argument(name, type=Path, **described)  # type: ignore[arg-type]
     others = parser.get_default(_OUTPUTS) or ()
-    parser.set_defaults(**{_OUTPUTS: (*others, (action.dest, directory))})
+    parser.set_defaults(**{_OUTPUTS: (*others, (action.dest, directory, check))})
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raises OSError if a file or a directory that the command will write cannot be written."""
-    for name, directory in getattr(options, _OUTPUTS, ()):
+    """Checks every file and directory that the command will write.
+
+    Raises OSError if it cannot be written, and ValueError if it must not be replaced.
+    """
+    for name, directory, check in getattr(options, _OUTPUTS, ()):
         path = getattr(options, name)
         if path is not None:
             check_output(path, directory=directory)
+            if check is not None:
+                check(path)
 
 
 def integer(text: str) -> int:

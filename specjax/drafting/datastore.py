@@ -22,7 +22,7 @@ from jaxtyping import Array, Int32, Integer
 
 from specjax.checks import Whole, shown
 from specjax.files.arrays import read_array
-from specjax.files.atomic_directory import replacing
+from specjax.files.atomic_directory import check_replaceable, replacing
 from specjax.files.json_objects import read_object
 
 VERSION = 1
@@ -68,8 +68,11 @@ class Datastore:
         return cls(jax.device_put(tokens), jax.device_put(suffixes), vocab_size)
 
     def save(self, target: str | Path) -> None:
-        """Writes the datastore as a directory: the whole of it, or nothing."""
-        with replacing(Path(target)) as folder:
+        """Writes the datastore as a directory: the whole of it, or nothing.
+
+        Raises ValueError if `target` exists and is not a datastore.
+        """
+        with replacing(Path(target), check_target) as folder:
             np.save(folder / "tokens.npy", np.asarray(self.tokens))
             np.save(folder / "suffixes.npy", np.asarray(self.suffixes))
             manifest = {"version": VERSION, "vocab_size": self.vocab_size, "ordered": ORDERED}
@@ -139,6 +142,11 @@ class Datastore:
             0, size.bit_length(), halve, (none, none + size)
         )
         return bounds[0]
+
+
+def check_target(path: Path) -> None:
+    """Raises ValueError if a path holds anything that a datastore must not replace."""
+    check_replaceable(path, "a datastore", lambda found: (found / _MANIFEST).is_file())
 
 
 def _read_integers(file: Path, most: int) -> np.ndarray:

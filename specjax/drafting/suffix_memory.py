@@ -34,7 +34,7 @@ from specjax.checks import Whole, check_integer, shown
 from specjax.drafting.acceptance_rates import Guess
 from specjax.drafting.ngram_tables import last_tokens
 from specjax.files.arrays import read_array
-from specjax.files.atomic_directory import replacing
+from specjax.files.atomic_directory import check_replaceable, replacing
 from specjax.files.json_objects import read_object
 
 CONTEXTS = (1, 2, 4, 8, 16)  # last tokens that are looked up
@@ -106,8 +106,11 @@ class SuffixMemory:
         return memory
 
     def save(self, target: str | Path) -> None:
-        """Writes the memory as a directory: the whole of it, or nothing."""
-        with replacing(Path(target)) as folder:
+        """Writes the memory as a directory: the whole of it, or nothing.
+
+        Raises ValueError if `target` exists and is not a suffix memory.
+        """
+        with replacing(Path(target), check_target) as folder:
             np.save(folder / _ENTRIES, np.asarray(self.entries))
             manifest = {"version": _VERSION, "vocab_size": self.vocab_size, "contexts": CONTEXTS}
             (folder / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
@@ -230,6 +233,11 @@ class SuffixMemory:
                 f"texts must hold tokens from 0 to {self.vocab_size - 1}, got {outside[0]}"
             )
         return tokens.astype(np.int32)
+
+
+def check_target(path: Path) -> None:
+    """Raises ValueError if a path holds anything that a suffix memory must not replace."""
+    check_replaceable(path, "a suffix memory", lambda found: (found / _MANIFEST).is_file())
 
 
 _Walk = tuple[jax.Array, jax.Array, jax.Array, Guess]

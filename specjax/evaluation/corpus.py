@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax.drafting.datastore import Datastore
+from specjax.drafting.datastore import Datastore, check_target
 from specjax.evaluation.digests import digest
 from specjax.evaluation.scoring import score_tokens
 from specjax.files import interruption
@@ -57,7 +57,8 @@ def build_datastore(
       The datastore.
 
     Raises:
-      ValueError: the corpus is empty or is not text, or an argument is out of its range.
+      ValueError: the corpus is empty or is not text, `out` exists and is not a datastore, or an
+        argument is out of its range.
     """
     for name, value in (("keep", 1 if keep is None else keep), ("rows", rows)):
         if value < 1:
@@ -67,6 +68,7 @@ def build_datastore(
             f"length must be between {_SHORTEST} and the model's "
             f"{params.config.max_position_embeddings} positions, got {length}"
         )
+    check_target(Path(out))
     sequences = tokenize(tokenizer, Path(corpus), length)
     if refine and keep is not None and keep < len(sequences):
         path = Path(out).resolve()

@@ -21,12 +21,14 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from specjax.files import interruption
 from specjax.files.disk_space import room_for
+
+Check = Callable[[Path], None]
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -34,25 +36,53 @@ _TRIES = 100  # to remove a directory
 
 
 @contextlib.contextmanager
-def replacing(target: Path, nbytes: int = 0) -> Iterator[Path]:
+def replacing(target: Path, check: Check, nbytes: int = 0) -> Iterator[Path]:
     """Yields an empty directory that becomes `target` when the block ends without an exception.
 
     Args:
       target: a directory or a new path; its parents are made.
+      check: raises ValueError if a path holds what must not be replaced. It is asked before the
+        block and again after it, because others may have used the path meanwhile.
       nbytes: the most bytes that the block writes; 0 if that is not known.
 
     Yields:
       The directory to write to. It is removed if the block raises, and `target` stays as it was.
 
     Raises:
+      ValueError: `target` holds what must not be replaced; it stays as it is.
       OSError: the directory cannot be made or cannot take the target's place, or the disk is full.
     """
     target = target.resolve()
     recover(target)
+    check(target)
     with room_for(target, nbytes), beside(target) as temporary:
         yield temporary
         with interruption.undisturbed():
+            check(target)
             _take_place(temporary, target)
+
+
+def check_new(target: Path) -> None:
+    """Raises ValueError unless nothing or an empty directory is at a path."""
+    if not is_free(target):
+        raise ValueError(f"{target} exists; give a new path")
+
+
+def check_replaceable(target: Path, kind: str, is_kind: Callable[[Path], bool]) -> None:
+    """Raises ValueError if a path holds anything that a directory of a kind must not replace.
+
+    Args:
+      target: where the directory will be.
+      kind: what it is, with an article.
+      is_kind: whether a path holds such a directory.
+    """
+    if not is_free(target) and not is_kind(target):
+        raise ValueError(f"{target} exists and is not {kind}; give a new path or {kind} to replace")
+
+
+def is_free(target: Path) -> bool:
+    """Whether nothing or an empty directory is at a path."""
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
 @contextlib.contextmanager

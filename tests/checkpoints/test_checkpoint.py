@@ -40,6 +40,10 @@ BF16 = dataclasses.replace(
 )  # fmt: skip
 
 
+def anything(_: Path) -> None:
+    """A check that every target passes."""
+
+
 def tied(params: Params) -> Params:
     config = dataclasses.replace(params.config, tie_word_embeddings=True)
     return dataclasses.replace(params, lm_head=None, config=config)
@@ -223,6 +227,21 @@ def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
     assert (kept / "diary.txt").read_text() == "dear diary"
 
 
+# What appears at the path while a checkpoint is written stays, and the checkpoint does not.
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
+    out, take_apart = tmp_path / "out", checkpoint.take_apart
+
+    def meanwhile(weights: object) -> object:
+        out.mkdir()
+        (out / "diary.txt").write_text("dear diary")
+        return take_apart(weights)
+
+    monkeypatch.setattr(checkpoint, "take_apart", meanwhile)
+    with pytest.raises(ValueError, match="out exists and is not a specjax checkpoint; give a new"):
+        checkpoint.save(model("tied"), out)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "diary.txt"]
+
+
 # A write that fails midway leaves the old checkpoint and nothing else.
 @pytest.mark.parametrize("full", ["before", "while writing"])
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
@@ -261,7 +280,7 @@ def test_a_reader_never_misses_it(tmp_path: Path) -> None:
     reader.start()
     try:
         for number in range(100):
-            with atomic_directory.replacing(target) as directory:
+            with atomic_directory.replacing(target, anything) as directory:
                 (directory / "number").write_text(str(number))
     finally:
         done.set()
@@ -307,8 +326,8 @@ def test_reading_removes_nothing(tmp_path: Path) -> None:
 def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".out.tmp-dead").mkdir()
     (tmp_path / ".out.tmp-dead" / "weights").write_text("half")
-    with atomic_directory.replacing(tmp_path / "out") as alive:
-        with atomic_directory.replacing(tmp_path / "out") as second:
+    with atomic_directory.replacing(tmp_path / "out", anything) as alive:
+        with atomic_directory.replacing(tmp_path / "out", anything) as second:
             (second / "file").write_text("second")
         assert alive.is_dir()
         assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "out"]
@@ -341,7 +360,7 @@ def test_taken_before_it_is_locked(
             return lock(path)
 
     monkeypatch.setattr(atomic_directory, "_try_lock", late)
-    with atomic_directory.replacing(tmp_path / "out") as directory:
+    with atomic_directory.replacing(tmp_path / "out", anything) as directory:
         assert [directory] != taken
         (directory / "file").write_text("whole")
     assert (tmp_path / "out" / "file").read_text() == "whole"
@@ -354,6 +373,6 @@ def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(atomic_directory.fcntl, "flock", flock)
     (tmp_path / ".out.tmp-other").mkdir()
-    with atomic_directory.replacing(tmp_path / "out") as directory:
+    with atomic_directory.replacing(tmp_path / "out", anything) as directory:
         (directory / "file").write_text("whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp-other", "out"]

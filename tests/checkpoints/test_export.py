@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools import checkpoint
+from checkpoints_tools import checkpoint, exporting
 from checkpoints_tools.exporting import export
 from checkpoints_tools.huggingface import their_name
 from checkpoints_tools.huggingface_config import read_config, write_config
@@ -164,6 +164,24 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists; give a new path"):
         export(params, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+# What appears at the path while the directory is written stays, another export too.
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
+    params, write = random_model(SMALL), exporting._write_weights
+    other = quantize(params, group_size=32)
+
+    def meanwhile(*arguments: object) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(exporting, "_write_weights", write)
+            export(other, tmp_path / "out")
+        write(*arguments)
+
+    monkeypatch.setattr(exporting, "_write_weights", meanwhile)
+    with pytest.raises(ValueError, match="out exists; give a new path"):
+        export(params, tmp_path / "out")
+    assert_same(load(tmp_path / "out"), other)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # compressed-tensors itself reads the same values, rounded to the scales' dtype as it does.

@@ -18,7 +18,7 @@ WRITING = """
 import sys, time
 from pathlib import Path
 from specjax.files import interruption
-from specjax.files.atomic_directory import replacing
+from specjax.files.atomic_directory import check_new, replacing
 
 interruption.listen("program")
 
@@ -27,7 +27,8 @@ class Finalized:
         print("begun", flush=True)
         time.sleep(60)
 
-with replacing(Path(sys.argv[1])) as directory, interruption.unfinished(lambda: "all is kept"):
+kept = interruption.unfinished(lambda: "all is kept")
+with replacing(Path(sys.argv[1]), check_new) as directory, kept:
     (directory / "part").write_text("half")
     each = Finalized()
     del each
@@ -36,7 +37,7 @@ REMAKING = """
 import sys, threading, time
 from pathlib import Path
 from specjax.files import interruption
-from specjax.files.atomic_directory import replacing
+from specjax.files.atomic_directory import check_new, replacing
 
 interruption.listen("program")
 
@@ -45,7 +46,7 @@ def remake(part):
         part.mkdir(parents=True, exist_ok=True)
 
 late = interruption.unfinished(lambda: time.sleep(0.1))  # undone after the directory
-with late, replacing(Path(sys.argv[1])) as directory:
+with late, replacing(Path(sys.argv[1]), check_new) as directory:
     for name in "abc":
         threading.Thread(target=remake, args=(directory / name,), daemon=True).start()
     print("begun", flush=True)

@@ -21,6 +21,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("The last word")
 
     def load(_: object, **options: object) -> None:
         raise AssertionError("the work has begun")
@@ -63,6 +65,10 @@ def test_arguments(folder: Path, arguments: list[str], message: str, capsys) -> 
         ("quantize tiny-16bit /proc/out", "/proc/out cannot be written"),
         ("export tiny good.txt/out", "good.txt/out cannot be written"),
         ("datastore build good.txt good.txt/out", "good.txt/out cannot be written"),
+        ("datastore build good.txt full", "full exists and is not a datastore; give a new path"),
+        ("datastore build good.txt bad.txt", "bad.txt exists and is not a datastore; give a new"),
+        ("generate x --memory full", "full exists and is not a suffix memory; give a new path or"),
+        ("export tiny full", "full exists; give a new path"),
         ("evaluate perplexity bad.txt", "bad.txt is not UTF-8 text"),
         ("evaluate fidelity bad.txt", "bad.txt is not UTF-8 text"),
         ("plan layers bad.txt", "bad.txt is not UTF-8 text"),

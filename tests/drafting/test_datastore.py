@@ -94,6 +94,23 @@ def test_a_saved_datastore_is_read_back(tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, store, again)
 
 
+# Writing replaces datastores and fills empty directories, nothing else.
+@pytest.mark.parametrize("name", ["notes", "notes/diary.txt"])
+def test_nothing_but_a_datastore_is_replaced(tmp_path, name) -> None:
+    store = Datastore.create([np.array([1, 2, 3])], VOCABULARY)
+    (tmp_path / "notes").mkdir()
+    store.save(tmp_path / "notes")
+    store.save(tmp_path / "notes")
+    (tmp_path / "notes" / "datastore.json").rename(tmp_path / "notes" / "diary.txt")
+    before = sorted(tmp_path.rglob("*"))
+    message = f"{name} exists and is not a datastore; give a new path or a datastore to replace"
+    with pytest.raises(ValueError, match=message):
+        store.save(tmp_path / name)
+    with pytest.raises(ValueError, match=message):  # before it looks for its corpus
+        build_datastore(quantized_model(), _Numbers(), tmp_path / "no corpus", tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_bad_datastores_get_one_sentence(tmp_path) -> None:
     with pytest.raises(ValueError, match="holds no tokens"):
         Datastore.create([], VOCABULARY)

@@ -253,6 +253,19 @@ def test_a_memory_comes_back_from_its_directory(tmp_path: Path) -> None:
     np.testing.assert_array_equal(made.memory.entries, memory.entries)
 
 
+@pytest.mark.parametrize("name", ["notes", "notes/diary.txt"])
+def test_nothing_but_a_memory_is_replaced(tmp_path: Path, name: str) -> None:
+    memory = specjax.SuffixMemory.create(VOCAB, capacity=4)
+    (tmp_path / "notes").mkdir()
+    memory.save(tmp_path / "notes")
+    memory.save(tmp_path / "notes")
+    (tmp_path / "notes" / "suffix_memory.json").rename(tmp_path / "notes" / "diary.txt")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=f"{name} exists and is not a suffix memory; give a new"):
+        memory.save(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def _changed(values: dict[str, object]) -> bytes:
     usual = {"version": 1, "vocab_size": VOCAB, "contexts": CONTEXTS}
     return json.dumps(usual | values).encode()
