@@ -10,7 +10,7 @@ checkpoint, it also removes the folders of abandoned runs with other options.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from checkpoints_tools.checkpoint import put_together, take_apart
+from specjax.files.locks import try_lock
 from specjax.model.layers import Layer
 from specjax.model.weight_names import layer_from_weights, layer_weights
 
@@ -47,11 +48,7 @@ class WorkingFolder:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
         self._prefix = f".{out.name}.quantize-"
         self.path = out.resolve().parent / (self._prefix + digest)
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(self.path)
-        if lock is None:
-            raise ValueError(f"another process is making {out} already")
-        self._held = lock
+        self._held = self._locked(out)
 
     @property
     def holds_layers(self) -> bool:
@@ -92,15 +89,26 @@ class WorkingFolder:
             _remove(self.path)
         os.close(self._held)
         for other in self._others() if remove else ():
-            lock = _lock(other)
-            if lock is not None:
-                _remove(other)
-                os.close(lock)
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                lock = try_lock(other)
+                if lock is not None:
+                    _remove(other)
+                    os.close(lock)
 
     def give_up(self) -> None:
         """Ends the work, and keeps nothing."""
         _remove(self.path)
         os.close(self._held)
+
+    def _locked(self, out: Path) -> int:
+        """Makes the folder unless it is there, and locks it."""
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # its last run ended and removed it
+                lock = try_lock(self.path)
+                if lock is None:
+                    raise ValueError(f"another process is making {out} already")
+                return lock
 
     def _others(self) -> Iterator[Path]:
         """The other folders in which the same checkpoint was being made."""
@@ -114,17 +122,6 @@ class WorkingFolder:
 def _remove(folder: Path) -> None:
     (folder / STATE).unlink(missing_ok=True)  # first: no run shall look for the layers it counts
     shutil.rmtree(folder)
-
-
-def _lock(folder: Path) -> int | None:
-    """A descriptor that locks the folder; None if another process holds the lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _write(path: Path, arrays: Mapping[str, jax.Array], description: Any) -> None:

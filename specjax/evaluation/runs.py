@@ -8,7 +8,6 @@ items in one step: the file is then byte for byte that of a run that was never k
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from specjax.checks import Check, Whole, check_flag, check_text, printable, show
 from specjax.files import interruption
 from specjax.files.disk_space import room_for
 from specjax.files.json_objects import parse
+from specjax.files.locks import try_lock
 from specjax.files.outputs import replacing_file
 
 Record = dict[str, Any]
@@ -191,12 +191,9 @@ class Results:
 
 
 def _locked(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(f"another process writes to {path}: give another file") from None
+    descriptor = try_lock(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    if descriptor is None:
+        raise ValueError(f"another process writes to {path}: give another file")
     return descriptor
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import glob
 import os
 import shutil
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from specjax.files import interruption
 from specjax.files.disk_space import room_for
+from specjax.files.locks import try_lock
 
 Check = Callable[[Path], None]
 
@@ -135,7 +135,7 @@ def _remove_abandoned(target: Path) -> None:
         shutil.rmtree(_backup(target), ignore_errors=True)
     for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
         with contextlib.suppress(OSError):  # without locks, it may still be in use
-            lock = _try_lock(path)
+            lock = try_lock(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -147,28 +147,14 @@ def _make_temporary(target: Path) -> tuple[Path, int | None]:
         path = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}"
         path.mkdir()
         try:
-            lock = _try_lock(path)
+            lock = try_lock(path)
+        except FileNotFoundError:
+            lock = None
         except OSError:
             return path, None
         if lock is not None:
             return path, lock
         # Another process mistook it for an abandoned one before it was locked, and removes it.
-
-
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None if another process holds it or removed the directory.
-
-    Raises:
-      OSError: the file system has no locks.
-    """
-    with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
-        descriptor = os.open(path, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists():
-            stack.pop_all()
-            return descriptor
-    return None
 
 
 def _take_place(new: Path, target: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 
 from checkpoints_tools import checkpoint
 from checkpoints_tools.quantization import quantize
-from specjax.files import atomic_directory
+from specjax.files import atomic_directory, locks
 from specjax.model.config import RopeScaling
 from specjax.model.params import Params, stored
 from specjax.model.weight_names import named_weights, params_from_weights, weight_shapes
@@ -341,7 +341,7 @@ def test_abandoned_directories_are_removed(tmp_path: Path) -> None:
 def test_taken_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    lock, taken = atomic_directory._try_lock, []
+    lock, taken = atomic_directory.try_lock, []
 
     def flock(*_: object) -> None:
         if moment == "locked":
@@ -356,10 +356,10 @@ def test_taken_before_it_is_locked(
             path.rmdir()
             return lock(path)
         with monkeypatch.context() as patch:
-            patch.setattr(atomic_directory.fcntl, "flock", flock)
+            patch.setattr(locks.fcntl, "flock", flock)
             return lock(path)
 
-    monkeypatch.setattr(atomic_directory, "_try_lock", late)
+    monkeypatch.setattr(atomic_directory, "try_lock", late)
     with atomic_directory.replacing(tmp_path / "out", anything) as directory:
         assert [directory] != taken
         (directory / "file").write_text("whole")
@@ -371,7 +371,7 @@ def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(atomic_directory.fcntl, "flock", flock)
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
     (tmp_path / ".out.tmp-other").mkdir()
     with atomic_directory.replacing(tmp_path / "out", anything) as directory:
         (directory / "file").write_text("whole")

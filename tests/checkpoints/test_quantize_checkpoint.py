@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -155,6 +156,24 @@ def test_working_folders(tmp_path: Path) -> None:
     for folder in (one, other):
         folder.close(remove=True)
     assert not leftovers(tmp_path / "out")
+
+
+# A folder that its last run removes before it is locked is made again.
+def test_removed_before_it_is_locked(tmp_path: Path, monkeypatch) -> None:
+    first, flock = WorkingFolder(tmp_path / "out", "key"), fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.close(remove=True)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = WorkingFolder(tmp_path / "out", "key")
+    with pytest.raises(ValueError, match="another process is making"):
+        WorkingFolder(tmp_path / "out", "key")
+    second.keep(0, random_model().layers[0], None)
+    assert second.holds_layers
+    second.close(remove=True)
 
 
 # A kill while the folder is removed leaves no count of layers that are gone.

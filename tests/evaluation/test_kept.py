@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -29,6 +30,25 @@ def test_results_are_kept_and_their_file_is_named(tmp_path: Path) -> None:
     assert not told_to_end()
     with runs.Results(file, SETTINGS) as results:
         assert len(results.records) == 1
+
+
+# The first run replaces its file when it ends; a second one has opened the old file by then.
+def test_a_file_that_was_replaced_before_it_is_locked(tmp_path: Path, monkeypatch) -> None:
+    file, flock = tmp_path / "results.jsonl", fcntl.flock
+    first = runs.Results(file, SETTINGS)
+    first.add({"task": "piqa", "id": "1"})
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.finish(first.records)
+        first.close()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with runs.Results(file, SETTINGS) as second:
+        assert [*second.records] == [("piqa", "1")]
+        second.add({"task": "piqa", "id": "2"})
+    assert len(runs.read_results(file, runs.EVALUATED)[1]) == 2
 
 
 def test_a_run_without_results_leaves_no_file(tmp_path: Path) -> None:

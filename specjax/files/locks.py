@@ -1,0 +1,44 @@
+"""Locks of files and directories, which the system drops when their process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+
+def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
+    """Locks what is at a path.
+
+    What was removed or replaced after it was opened and before it was locked is opened again.
+
+    Args:
+      path: a file or a directory.
+      flags: as `os.open` takes them.
+
+    Returns:
+      A descriptor that holds the lock; None if another process holds it.
+
+    Raises:
+      FileNotFoundError: nothing is there, and `flags` do not make it.
+      OSError: it cannot be opened, or the file system has no locks.
+    """
+    while True:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, flags, 0o666)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            if _is_at(path, descriptor):
+                stack.pop_all()
+                return descriptor
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
