@@ -112,7 +112,7 @@ def _generate(options: argparse.Namespace) -> None:
         "constraint": _constraint(options, tokenizer),
     }
     print_ = _print_one if options.samples is None else _print_samples
-    keep(drafter, print_(options, params, tokenizer, settings), options.memory)
+    keep(params, print_(options, params, tokenizer, settings), options.memory)
 
 
 def _print_one(

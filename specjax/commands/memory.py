@@ -11,6 +11,8 @@ import specjax
 from specjax.checks import shown
 from specjax.commands.options import add_output
 from specjax.drafting.suffix_memory import check_target
+from specjax.files.atomic_directory import is_free
+from specjax.files.locks import alone
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
@@ -30,15 +32,23 @@ def with_memory(
         return drafter
     if not isinstance(drafter, specjax.Auto):
         raise ValueError(f"--memory goes with --drafter auto, got {shown(drafter)}")
-    if place.exists():
-        memory = specjax.SuffixMemory.load(place)
-    else:
-        memory = specjax.SuffixMemory.create(params.config.vocab_size)
-    return dataclasses.replace(drafter, memory=memory)
+    return dataclasses.replace(drafter, memory=_read(params, place))
 
 
-def keep(drafter: specjax.Drafter, texts: Iterable[Sequence[int]], place: Path | None) -> None:
-    """Adds token ids to the drafter's memory, and writes it to its directory; None: does not."""
+def keep(params: specjax.Params, texts: Iterable[Sequence[int]], place: Path | None) -> None:
+    """Adds token ids to the memory in a directory; None: does not.
+
+    The memory is read again, so that texts which other processes added meanwhile stay.
+    """
     if place is not None:
-        assert isinstance(drafter, specjax.Auto) and drafter.memory is not None
-        drafter.memory.add(texts).save(place)
+        folder = place.resolve().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone(folder):
+            _read(params, place).add(texts).save(place)
+
+
+def _read(params: specjax.Params, place: Path) -> specjax.SuffixMemory:
+    """The memory in a directory, an empty one where there is none."""
+    if is_free(place):
+        return specjax.SuffixMemory.create(params.config.vocab_size)
+    return specjax.SuffixMemory.load(place)

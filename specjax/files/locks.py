@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -35,6 +36,21 @@ def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
             if _is_at(path, descriptor):
                 stack.pop_all()
                 return descriptor
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """A block that one process at a time is in, of all that name the directory; the others wait.
+
+    On a file system without locks nobody waits.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

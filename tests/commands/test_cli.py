@@ -9,15 +9,20 @@ import json
 import math
 import re
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import pytest
 
 import specjax
 from checkpoints_tools.sources import SHIPPED_PATH
 from specjax.cli import main
 from specjax.commands.drafters import add_drafter, make_drafter, read_drafter
+from specjax.commands.memory import keep, with_memory
 from specjax.commands.options import load_target
+from tests.support.random_models import random_model
 
 
 def _generate(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -110,6 +115,23 @@ def test_log_probabilities_of_every_token(capsys) -> None:
     for line in lines:
         token, own, top = re.fullmatch(r" *\d+  (['\"].*['\"]) +(-?[\d.]+)  (.*)", line).groups()
         assert top.startswith(f"{token.rstrip()} {own}, ")
+
+
+def test_commands_at_once_add_to_one_memory(tmp_path) -> None:
+    params, place = random_model(), tmp_path / "new" / "memory"
+    texts = [list(range(first, first + 8)) for first in range(0, 32, 8)]
+
+    def command(text: list[int]) -> None:
+        with_memory(specjax.Auto(), params, place)
+        together.wait(timeout=60)
+        keep(params, [text], place)
+
+    together = threading.Barrier(len(texts))
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(command, texts))
+    every = specjax.SuffixMemory.create(params.config.vocab_size).add(texts)
+    kept = specjax.SuffixMemory.load(place)
+    assert np.count_nonzero(kept.entries) == np.count_nonzero(every.entries)
 
 
 def test_a_16_bit_model_is_quantized_on_request(capsys) -> None:
