@@ -6,6 +6,9 @@ killed run continues where it stopped.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +19,9 @@ from specjax.drafting.datastore import Datastore, check_target
 from specjax.evaluation.digests import digest
 from specjax.evaluation.scoring import score_tokens
 from specjax.files import interruption
+from specjax.files.disk_space import room_for
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
-from specjax.files.outputs import replacing_file
+from specjax.files.locks import try_lock
 from specjax.generation.text import TokenCodec
 from specjax.model.parallel import whole_rows
 from specjax.model.params import Params
@@ -58,7 +62,7 @@ def build_datastore(
 
     Raises:
       ValueError: the corpus is empty or is not text, `out` exists and is not a datastore, or an
-        argument is out of its range.
+        argument is out of its range; or another process is making `out`.
     """
     for name, value in (("keep", 1 if keep is None else keep), ("rows", rows)):
         if value < 1:
@@ -70,19 +74,47 @@ def build_datastore(
         )
     check_target(Path(out))
     sequences = tokenize(tokenizer, Path(corpus), length)
-    if refine and keep is not None and keep < len(sequences):
-        path = Path(out).resolve()
-        scores = path.parent / f".{path.name}.scores-{digest(params, sequences)}"
-        with interruption.unfinished(partial(_kept, scores)):
+    path = Path(out).resolve()
+    with contextlib.ExitStack() as stack:
+        if refine and keep is not None and keep < len(sequences):
+            scores = path.parent / f".{path.name}.scores-{digest(params, sequences)}"
+            stack.enter_context(_held(scores, path))
             nats = score_sequences(params, sequences, scores, rows, progress)
-        best = np.sort(np.argsort(nats, kind="stable")[:keep])
-        store = Datastore.create([sequences[index] for index in best], params.config.vocab_size)
-        store.save(out)
-        scores.unlink()
-        return store
-    store = Datastore.create(sequences[:keep], params.config.vocab_size)
-    store.save(out)
+            best = np.sort(np.argsort(nats, kind="stable")[:keep])
+            sequences = [sequences[index] for index in best]
+        store = Datastore.create(sequences[:keep], params.config.vocab_size)
+        store.save(path)
+    _remove_scores(path)
     return store
+
+
+@contextlib.contextmanager
+def _held(scores: Path, out: Path) -> Iterator[None]:
+    """Keeps other processes from a file of scores, which is made if it is missing.
+
+    Raises ValueError if another process holds it.
+    """
+    scores.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with interruption.undisturbed():
+            lock = try_lock(scores, os.O_RDWR | os.O_CREAT)
+            if lock is None:
+                raise ValueError(f"another process is making {out} already")
+            stack.callback(os.close, lock)
+            stack.enter_context(interruption.unfinished(partial(_kept, scores)))
+        yield
+
+
+def _remove_scores(out: Path) -> None:
+    """Removes the scores of every build of a datastore, unless a process is at work on them."""
+    pattern = re.compile(re.escape(f".{out.name}.scores-") + "[0-9a-f]{12}")
+    for path in out.parent.iterdir():
+        if pattern.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                lock = try_lock(path)
+                if lock is not None:
+                    path.unlink()
+                    os.close(lock)
 
 
 def _kept(scores: Path) -> str | None:
@@ -105,9 +137,10 @@ def score_sequences(
 
     `path` is the file of the scores so far, with NaN for the missing ones.
     """
-    if not path.exists():
-        with replacing_file(path) as file:  # a part of it would be filled up with zeros, the best
-            file.write_bytes(np.full(len(sequences), np.nan, np.float32).tobytes())
+    none = np.full(len(sequences), np.nan, np.float32)
+    if not path.exists() or path.stat().st_size < none.nbytes:  # zeros would be the best scores
+        with room_for(path, none.nbytes):
+            none.tofile(path)
     scores = np.memmap(path, np.float32, "r+", shape=(len(sequences),))
     lengths = np.array([len(sequence) for sequence in sequences])
     order = np.argsort(lengths, kind="stable")  # similar lengths together: less padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 
 import jax
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 import specjax
 from specjax.drafting.datastore import ORDERED, Datastore
 from specjax.drafting.retrieval import best_nodes
-from specjax.evaluation.corpus import build_datastore
+from specjax.evaluation.corpus import build_datastore, tokenize
+from specjax.evaluation.digests import digest
+from specjax.files.locks import try_lock
 from tests.support.covering import representatives
 from tests.support.random_models import quantized_model, random_prompts
 
@@ -213,6 +216,47 @@ def test_a_killed_build_goes_on(corpus, tmp_path) -> None:
     assert again == [6, 8, 10, 12]
     whole = build_datastore(params, _Numbers(), path, tmp_path / "whole", **options)
     jax.tree.map(np.testing.assert_array_equal, whole, Datastore.load(tmp_path / "out"))
+
+
+def test_one_build_at_a_time(corpus, tmp_path) -> None:
+    params, path, _ = corpus
+    refused = []
+
+    def again(*_: int) -> None:
+        with pytest.raises(ValueError, match=r"another process is making .*/out already"):
+            build_datastore(params, _Numbers(), path, tmp_path / "out", keep=6)
+        refused.append(sorted(tmp_path.iterdir()))
+
+    build_datastore(params, _Numbers(), path, tmp_path / "out", keep=6, progress=again)
+    assert refused and (tmp_path / "out") not in refused[0]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+
+
+# The scores of killed builds of other corpora go; those of one at work and of a namesake stay.
+@pytest.mark.parametrize("refine", [True, False])
+def test_scores_of_killed_builds_are_removed(corpus, tmp_path, refine) -> None:
+    params, path, _ = corpus
+    killed, at_work, namesake = (
+        tmp_path / f".out.scores-{name}"
+        for name in ("0123456789ab", "ba9876543210", "a.scores-0123456789ab")
+    )
+    for file in (killed, at_work, namesake):
+        file.touch()
+    lock = try_lock(at_work)
+    build_datastore(params, _Numbers(), path, tmp_path / "out", keep=6, refine=refine)
+    os.close(lock)
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {"corpus.jsonl", "out", at_work.name, namesake.name}
+
+
+# A kill while the file of the scores is made leaves a part of it, which holds no scores.
+def test_a_part_of_the_scores_file_holds_no_scores(corpus, tmp_path) -> None:
+    params, path, _ = corpus
+    expected = build_datastore(params, _Numbers(), path, tmp_path / "whole", keep=6)
+    sequences = tokenize(_Numbers(), path, 256)
+    np.full(3, np.nan, np.float32).tofile(tmp_path / f".out.scores-{digest(params, sequences)}")
+    store = build_datastore(params, _Numbers(), path, tmp_path / "out", keep=6)
+    jax.tree.map(np.testing.assert_array_equal, store, expected)
 
 
 @pytest.mark.parametrize(
