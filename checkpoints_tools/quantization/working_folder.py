@@ -3,9 +3,10 @@
     layer-0.safetensors …   the quantized layers
     state.safetensors       the number of layers, and the hidden states at the exit of the last one
 
-Every file appears as a whole, and `state` appears after the layer that it counts. A process killed
-at any moment leaves a folder from which a resumed run gives the same bits. When a run has made the
-checkpoint, it also removes the folders of abandoned runs with other options.
+Every file appears as a whole, and `state` appears after the layer that it counts; both are
+synchronized to disk. A process killed at any moment leaves a folder from which a resumed run gives
+the same bits. Where a file cannot be read all the same, the run begins anew. When a run has made
+the checkpoint, it also removes the folders of abandoned runs with other options.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from checkpoints_tools.checkpoint import put_together, take_apart
@@ -62,15 +63,12 @@ class WorkingFolder:
 
     def restore(self) -> tuple[list[Layer], jax.Array | None]:
         """The finished layers, and the hidden states at the exit of the last one or None."""
-        if not self.holds_layers:
-            return [], None
-        state, count = _read(self.path / STATE)
-        layers = []
-        for index in range(count):
-            arrays, formats = _read(self._layer(index))
-            weights = {name: put_together(name, formats[name], arrays) for name in formats}
-            layers.append(layer_from_weights(weights, index))
-        return layers, state.get("hidden")
+        if self.holds_layers:
+            try:
+                return self._finished()
+            except (SafetensorError, FileNotFoundError):
+                (self.path / STATE).unlink()
+        return [], None
 
     def keep(self, index: int, layer: Layer, hidden: jax.Array | None) -> None:
         """Adds a finished layer."""
@@ -99,6 +97,15 @@ class WorkingFolder:
         """Ends the work, and keeps nothing."""
         _remove(self.path)
         os.close(self._held)
+
+    def _finished(self) -> tuple[list[Layer], jax.Array | None]:
+        state, count = _read(self.path / STATE)
+        layers = []
+        for index in range(count):
+            arrays, formats = _read(self._layer(index))
+            weights = {name: put_together(name, formats[name], arrays) for name in formats}
+            layers.append(layer_from_weights(weights, index))
+        return layers, state.get("hidden")
 
     def _locked(self, out: Path) -> int:
         """Makes the folder unless it is there, and locks it."""
@@ -131,7 +138,10 @@ def _write(path: Path, arrays: Mapping[str, jax.Array], description: Any) -> Non
         metadata={"description": json.dumps(description)},
     )
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data)
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
 
 

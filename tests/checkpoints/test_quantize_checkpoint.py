@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -174,6 +175,23 @@ def test_removed_before_it_is_locked(tmp_path: Path, monkeypatch) -> None:
     second.keep(0, random_model().layers[0], None)
     assert second.holds_layers
     second.close(remove=True)
+
+
+# A loss of power may leave a file that was renamed and is empty, cut off or gone.
+@pytest.mark.parametrize("name", ["layer-0.safetensors", "state.safetensors"])
+@pytest.mark.parametrize("size", [0, 100, None])
+def test_a_damaged_folder_begins_anew(tmp_path: Path, name: str, size: int | None) -> None:
+    folder, layer = WorkingFolder(tmp_path / "out", "key"), random_model().layers[0]
+    for index in range(2):
+        folder.keep(index, layer, None)
+    if size is None:
+        (folder.path / name).unlink()
+    else:
+        os.truncate(folder.path / name, size)
+    assert folder.restore() == ([], None) and not folder.holds_layers
+    folder.keep(0, layer, None)
+    assert len(folder.restore()[0]) == 1
+    folder.close(remove=True)
 
 
 # A kill while the folder is removed leaves no count of layers that are gone.
