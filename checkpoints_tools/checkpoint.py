@@ -106,6 +106,8 @@ def save(
             "params are divided over several processes; save a model that one process holds whole"
         )
     with replacing(Path(path), check_target, params.nbytes) as directory:
+        if tokenizer_dir is not None:
+            copy_tokenizer(tokenizer_dir, directory)
         arrays, formats = take_apart(each_weight(params))
         with _checkpointer() as checkpointer:
             pieces = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
@@ -114,8 +116,6 @@ def save(
             )
         # This file names the temporary directory, a private path of the machine.
         (directory / "weights" / "commit_success.txt").unlink(missing_ok=True)
-        if tokenizer_dir is not None:
-            copy_tokenizer(tokenizer_dir, directory)
         description = {
             VERSION_FIELD: FORMAT_VERSION,
             "model": params.config.to_dict(),
@@ -312,8 +312,17 @@ def _restore_arrays(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict
         return restored
 
 
+def check_tokenizer(path: Path) -> None:
+    """Raises ValueError if a GGUF file's tokenizer cannot be read."""
+    if path.is_file():
+        read_gguf_tokenizer(path)
+
+
 def copy_tokenizer(source: str | os.PathLike[str], target: Path) -> None:
-    """Copies the tokenizer files of the model `source`, or makes those of a GGUF file."""
+    """Copies the tokenizer files of the model `source`, or makes those of a GGUF file.
+
+    Raises as `locate` and `check_tokenizer`.
+    """
     path = locate(source, weights=False)
     if path.is_file():
         read_gguf_tokenizer(path).save(target)

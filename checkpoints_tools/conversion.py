@@ -71,20 +71,21 @@ def convert(
 
     Raises:
       FileNotFoundError: `source` or a part of it is missing.
-      ValueError: `source` cannot be read, `out` exists and is not a checkpoint, an option is
-        unknown or does not suit the model, or another process is making `out`.
+      ValueError: `source` or its tokenizer cannot be read, `out` exists and is not a checkpoint, an
+        option is unknown or does not suit the model, or another process is making `out`.
       OSError: `out` cannot be written, for instance because the disk is full.
     """
     target = Path(out)
     checkpoint.check_target(target)
-    if quantization is not None:
-        recipe = Recipe(quantization, group_size, bits)
-        _quantize(locate(source), target, recipe, lm_head, dtype, calibration, progress)
-        return
-    if lm_head or bits != 4 or calibration is not None:
+    recipe = None if quantization is None else Recipe(quantization, group_size, bits)
+    if recipe is None and (lm_head or bits != 4 or calibration is not None):
         raise ValueError("lm_head, bits and calibration need a quantization, got None")
     path = locate(source)
-    checkpoint.save(_read(path, dtype, progress), target, tokenizer_dir=path)
+    checkpoint.check_tokenizer(path)
+    if recipe is None:
+        checkpoint.save(_read(path, dtype, progress), target, tokenizer_dir=path)
+    else:
+        _quantize(path, target, recipe, lm_head, dtype, calibration, progress)
 
 
 def quantize_checkpoint(

@@ -16,6 +16,7 @@ import pytest
 import specjax
 from checkpoints_tools.gguf.blocks import EXACT, HELD_AS, to_weight
 from checkpoints_tools.gguf.model import open_gguf, their_name
+from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
 from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight
 from specjax.model.config import RopeScaling
 from specjax.model.kv_cache import KVCache
@@ -96,6 +97,17 @@ def test_drafts_change_nothing(file: Path) -> None:
         for drafter in (specjax.Autoregressive(), specjax.QSpec(2))
     )
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+
+
+# A tokenizer that cannot be read is refused before the weights are.
+@pytest.mark.parametrize("method", [None, "mxfp4"])
+def test_an_unknown_tokenizer_is_refused_first(tmp_path: Path, monkeypatch, method) -> None:
+    metadata = {**fields(), "tokenizer.ggml.pre": "unheard-of"}
+    file = write_gguf(tmp_path / "model.gguf", metadata, random_tensors())
+    monkeypatch.setattr(LazyCheckpoint, "weights", lambda _: pytest.fail("weights are read"))
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'unheard-of' is not supported"):
+        specjax.convert(file, tmp_path / "out", quantization=method, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_convert(file: Path, tmp_path: Path) -> None:
