@@ -76,7 +76,6 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "chat_template.json",
     "generation_config.json",
 )
 
@@ -313,9 +312,10 @@ def _restore_arrays(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict
 
 
 def check_tokenizer(path: Path) -> None:
-    """Raises ValueError if a GGUF file's tokenizer cannot be read."""
+    """Raises ValueError if `copy_tokenizer` refuses a model's directory or GGUF file."""
     if path.is_file():
         read_gguf_tokenizer(path)
+    _tokenizer_files(path)
 
 
 def copy_tokenizer(source: str | os.PathLike[str], target: Path) -> None:
@@ -326,6 +326,26 @@ def copy_tokenizer(source: str | os.PathLike[str], target: Path) -> None:
     path = locate(source, weights=False)
     if path.is_file():
         read_gguf_tokenizer(path).save(target)
-    for name in TOKENIZER_FILES:
-        if (path / name).is_file():
-            shutil.copyfile(path / name, target / name)
+    for file in _tokenizer_files(path):
+        shutil.copyfile(file, target / file.name)
+
+
+def _tokenizer_files(path: Path) -> list[Path]:
+    """The tokenizer files in a directory; a GGUF file has none.
+
+    Raises ValueError if one is a link out of the directory, because a stranger's directory must not
+    choose what of this machine goes into a checkpoint. Hugging Face's cache has its files in a
+    folder `blobs` beside `snapshots`, which holds the directory.
+    """
+    folder = path.resolve()
+    places = [folder]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parent.parent / "blobs")
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    for file in files:
+        if not any(file.resolve().is_relative_to(place) for place in places):
+            raise ValueError(
+                f"{printable(file)} is a link to {printable(file.resolve())}, which lies outside "
+                "of the model's directory; put the file itself there, or remove the link"
+            )
+    return files

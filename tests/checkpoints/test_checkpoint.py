@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from checkpoints_tools import checkpoint
+from checkpoints_tools.exporting import export
 from checkpoints_tools.quantization import quantize
 from specjax.files import atomic_directory, locks
 from specjax.model.config import RopeScaling
@@ -163,11 +164,44 @@ checkpoint.save(dataclasses.replace(params, embedding=embedding), sys.argv[2])
 def test_tokenizer_files_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("tokenizer.json", "generation_config.json", "model.safetensors"):
+    others = ("chat_template.json", "model.safetensors")  # the first is of models that see images
+    for name in ("tokenizer.json", "generation_config.json", *others):
         (source / name).write_text(name)
     checkpoint.save(model("tied"), tmp_path / "out", tokenizer_dir=source)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "weights", "tokenizer.json", "generation_config.json"}
+
+
+# A link into the directory or its Hugging Face cache is followed, and the copy is a file.
+@pytest.mark.parametrize("place", ["model/original/t.json", "blobs/0123"])
+def test_links_within_a_model_are_followed(tmp_path: Path, place: str) -> None:
+    source, file = tmp_path / "snapshots" / "model", tmp_path / "snapshots" / place
+    if place.startswith("blobs"):
+        file = tmp_path / place
+    for folder in (source, file.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    file.write_text("{}")
+    (source / "tokenizer.json").symlink_to(os.path.relpath(file, source))
+    (tmp_path / "link").symlink_to(source)
+    checkpoint.save(model("tied"), tmp_path / "out", tokenizer_dir=tmp_path / "link")
+    copied = tmp_path / "out" / "tokenizer.json"
+    assert copied.read_text() == "{}" and not copied.is_symlink()
+
+
+# A stranger's directory does not choose which private file goes into the checkpoint.
+@pytest.mark.parametrize("link", ["../id_rsa", "../blobs/id_rsa", "original/id_rsa"])
+def test_links_out_of_a_model_are_refused(tmp_path: Path, link: str) -> None:
+    source = tmp_path / "clone" / "model"
+    for folder in (source, tmp_path / "clone" / "blobs", tmp_path / "private"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for folder in ("private", "clone", "clone/blobs"):
+        (tmp_path / folder / "id_rsa").write_text("secret")
+    (source / "original").symlink_to(tmp_path / "private")
+    (source / "merges.txt").symlink_to(link)
+    for out in (checkpoint.save, export):
+        with pytest.raises(ValueError, match=r"merges\.txt is a link to .*/id_rsa, which lies out"):
+            out(model("float32"), tmp_path / "out", tokenizer_dir=source)
+    assert not (tmp_path / "out").exists()
 
 
 def test_newer_version_is_refused(tmp_path: Path) -> None:
