@@ -14,8 +14,7 @@ Integers are signed. 2^(bits - 1) is added to them and to the zeros before packi
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,15 +35,12 @@ from checkpoints_tools.prequantized.layout import (
     words,
 )
 from checkpoints_tools.prequantized.mxfp4 import COMPRESSED_TENSORS as MXFP4
+from checkpoints_tools.prequantized.patterns import PATTERN, compile_patterns
 from checkpoints_tools.tensor_files import FLOATS
 from pallas_kernels.formats import Quantized
-from specjax.checks import shown
 
 FORMATS = {"pack-quantized": "int", "mxfp4-pack-quantized": "float"}  # by format, the weights' type
 STRATEGIES = ("group", "channel")
-MOST_REPETITIONS = 4  # in a pattern; a matcher that goes back needs length ** repetitions steps
-_REPETITION = re.compile(r"[*+{]")
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +103,19 @@ def read_layouts(fields: Mapping[str, Any]) -> Callable[[str], Layout | None]:
         for scheme in (fields.get("config_groups") or {}).values()
         for target in _needed(scheme, "targets")
     }
-    # A layer's own name takes precedence over a pattern, and a pattern over the class.
-    ranked = sorted(layouts, key=lambda target: (target == "Linear", target.startswith("re:")))
-    schemes = [(_matcher([target]), layouts[target]) for target in ranked]
-    is_ignored = _matcher(fields.get("ignore") or [])
+    ignored = dict.fromkeys(fields.get("ignore") or [])
+    patterns = [name for name in (*layouts, *ignored) if name.startswith(PATTERN)]
+    tests = compile_patterns(patterns)
+
+    def matching(names: Container[str], module: str) -> Iterator[str]:
+        return (name for name, test in tests.items() if name in names and test(module))
 
     def layout_of(module: str) -> Layout | None:
-        if is_ignored(module):
+        if {"Linear", module} & ignored.keys() or any(matching(ignored, module)):
             return None
-        return next((layout for matches, layout in schemes if matches(module)), None)
+        # A layer's own name takes precedence over a pattern, and a pattern over the class.
+        names = (module, *matching(layouts, module), "Linear")
+        return next((layouts[name] for name in names if name in layouts), None)
 
     return layout_of
 
@@ -139,32 +139,3 @@ def _layout(scheme: Mapping[str, Any], default_format: str | None) -> Layout:
     per_output = weights["strategy"] == "channel"
     group_size = None if per_output else read_group_size(weights.get("group_size"))
     return PackedLayout(weights["num_bits"], group_size, weights.get("symmetric") is not False)
-
-
-def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """A test for linear layers: by their class, their name or a regular expression."""
-    names = {pattern for pattern in patterns if not pattern.startswith("re:")}
-    expressions = [_compile(pattern) for pattern in patterns if pattern.startswith("re:")]
-
-    def matches(module: str) -> bool:
-        by_name = "Linear" in names or module in names
-        return by_name or any(expression.match(module) for expression in expressions)
-
-    return matches
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    """A regular expression, of those that no name can keep busy for long. Raises ValueError."""
-    expression = pattern.removeprefix("re:")
-    repeated = len(_REPETITION.findall(expression))
-    if repeated > MOST_REPETITIONS or _REPEATED_GROUP.search(expression) or len(pattern) > 1000:
-        raise ValueError(
-            f"quantization_config: the pattern {shown(pattern)} could take for ever; "
-            f"accepted: up to {MOST_REPETITIONS} repetitions, none of a group"
-        )
-    try:
-        return re.compile(expression)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(
-            f"quantization_config: {shown(pattern)} is not a regular expression: {error}"
-        ) from error

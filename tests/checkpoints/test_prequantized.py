@@ -5,6 +5,7 @@ The tensors are packed by `tests.packers` from the definitions of the layouts, n
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import specjax
 from checkpoints_tools.conversion import convert
 from checkpoints_tools.loading import load
+from checkpoints_tools.prequantized.patterns import compile_patterns
 from pallas_kernels.formats import Int4Weight, Int8Weight, Mxfp4Weight
 from pallas_kernels.weights import Weight
 from specjax.model.params import Params
@@ -187,6 +189,29 @@ def test_schemes_by_pattern(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.v_proj"
     values = random_tensors(tmp_path)[f"{name}.weight"]
     np.testing.assert_array_equal(plain_values(weight_of(params, name)), values)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*lm_head", r".*gate$", r"model.layers.[0-9]+.mlp", r".*layers\.\d+\.mlp\..*",
+        r".*self_attn\.(q|k|v)_proj", r".*mlp\.(gate|up|gate_up|down)_proj.*", r"[^.]+$",
+        r"^model\.layers\.(0|1[0-9])\.(?:self_attn|mlp(\.gate)?)", r"lm_.*|.*?up_proj", r"",
+        r"(|l)?m", r".+_pro?jj?$",
+    ],
+)  # fmt: skip
+def test_patterns_mean_what_they_mean_to_python(pattern: str) -> None:
+    test = compile_patterns([f"re:{pattern}"])[f"re:{pattern}"]
+    layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate")
+    for name in ("lm_head", *(f"model.layers.{i}.{each}" for i in (0, 3, 12) for each in layers)):
+        assert test(name) == bool(re.match(pattern, name))
+
+
+# Python's matcher would go back through exponentially many ways to match these.
+@pytest.mark.parametrize("pattern", [".?" * 60 + "!", "(a|.)" * 60 + "!", ".*" * 60 + "!"])
+def test_no_pattern_takes_long(pattern: str) -> None:
+    test = compile_patterns([f"re:{pattern}"])[f"re:{pattern}"]
+    assert not test("a" * 100)
 
 
 # A converted model equals the loaded one, with scales in the file's dtype.

@@ -20,7 +20,8 @@ VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 8, 63, 64, 65, 255, 256, 1.5, 1e-40, 1e39, -0.0,
     float("nan"), float("inf"), 10_000, 10**6, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400,
     "", " ", "a", "1", "false", "true", "null", "NaN", ESCAPE, "\0", "\ud800", "é", "a" * 100_000,
-    "..", "../config.json", "/etc/passwd", "a/b", "C:\\a", "re:(a*)*b", "re:[", "{", "{{ 1/0 }}",
+    "..", "../config.json", "/etc/passwd", "a/b", "C:\\a", "re:(a*)*b", "re:[",
+    "re:" + ".?" * 60 + "!", "{", "{{ 1/0 }}",
     [], {}, [[]], [None], [0], ["a"], [1, 1], {"a": 1}, {"": None}, {ESCAPE: ESCAPE}, [[[[]]]],
     list(range(1000)), *_RAW,
 )  # fmt: skip
