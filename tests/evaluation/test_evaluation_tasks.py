@@ -74,6 +74,7 @@ def test_arithmetic_is_judged_by_the_number_alone() -> None:
         (r"12\text{ cm}", "12"),
         ("5.", "5"),
         ("2.0", "2"),
+        ("+.5", "1/2"),
     ],
 )
 def test_same_answers(first, second) -> None:
@@ -83,7 +84,8 @@ def test_same_answers(first, second) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [("1", "2"), ("p - q", "q - p"), (r"\frac{1}{2}", r"\frac{2}{1}"), ("(1,2)", "(2,1)"),
-     (r"\frac{1}{0}", "1"), ("", "0"), ("-3", "3")],
+     (r"\frac{1}{0}", "1"), ("", "0"), ("-3", "3"), ("1/0", "1"), ("1e1000000000", "1"),
+     ("1" * 5000, "1"), (r"\frac{1}{%s}" % ("1" * 5000), "1")],
 )  # fmt: skip
 def test_different_answers(first, second) -> None:
     assert not same_answer(first, second)

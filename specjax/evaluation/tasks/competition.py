@@ -42,6 +42,8 @@ _LOOKS = re.compile(
 )
 _BARE_FRACTION = re.compile(r"\\frac(\d)(\d)")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}")
+_NUMBER = re.compile(r"[+-]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")
+MOST_CHARACTERS = 1000  # of an answer that is compared as a number
 
 
 def boxed(solution: str) -> str | None:
@@ -83,13 +85,17 @@ def _plain(answer: str) -> str:
 
 
 def _number(plain: str) -> Fraction | None:
+    """The value of a fraction or of a decimal; None also for one with an exponent, whose value may
+    fill the memory."""
+    if len(plain) > MOST_CHARACTERS:
+        return None
     found = _FRACTION.fullmatch(plain)
     try:
         if found:
             value = Fraction(int(found[2]), int(found[3]))
             return -value if found[1] else value
-        return Fraction(plain)
-    except (ValueError, ZeroDivisionError):
+        return Fraction(plain) if _NUMBER.fullmatch(plain) else None
+    except ZeroDivisionError:
         return None
 
 
