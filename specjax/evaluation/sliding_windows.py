@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -28,8 +27,9 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats)."""
-        return math.exp(self.nats)
+        """exp(nats); infinite where float64 cannot hold it."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.nats))
 
 
 def perplexity(

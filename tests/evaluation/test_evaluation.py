@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import specjax
-from specjax.evaluation import fidelity, perplexity
+from specjax.evaluation import Perplexity, fidelity, perplexity
 from specjax.model.kv_cache import KVCache
 from tests.support.compiled import forward
 from tests.support.random_models import CONFIG, quantized_model, random_prompts
@@ -47,6 +48,10 @@ def test_disjoint_windows(length, rows) -> None:
     assert result.tokens == len(nats)
     np.testing.assert_allclose(result.nats, nats.mean(), rtol=1e-5)
     np.testing.assert_allclose(result.perplexity, np.exp(nats.mean()), rtol=1e-5)
+
+
+def test_a_perplexity_beyond_float64_is_infinite() -> None:
+    assert Perplexity(1000.0, 1).perplexity == math.inf
 
 
 # Sliding windows: every token but the first counts once, with the context of its first window.

@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.runs import Record
+from specjax.evaluation.sliding_windows import Perplexity
 from specjax.evaluation.tasks.base import (
     Examples,
     Setup,
@@ -161,8 +162,7 @@ class TextTask(ScoredTask):
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float]:
         nats, count = (sum(record[name] for record in records) for name in ("nats", "scored"))
-        with np.errstate(over="ignore"):
-            return {"perplexity": float(np.exp(nats / count))}
+        return {"perplexity": Perplexity(nats / count, count).perplexity}
 
 
 def _split(tokenizer: TokenCodec, context: str, end: str) -> tuple[list[int], list[int]]:
