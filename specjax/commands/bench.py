@@ -20,6 +20,7 @@ from specjax.commands.options import (
     add_output,
     add_quantize,
     add_sample_seed,
+    at_least,
     integer,
     load_target,
 )
@@ -81,8 +82,9 @@ def add(commands: Any) -> None:
     )
     add("--prompts", nargs="+", type=_named_file, metavar="[NAME=]FILE", help=help_)
     add("--chat", action="store_true", help="put the prompts into the model's chat template")
+    help_ = "prompts per set, the first ones; all if left out"
+    add("--limit", type=at_least(1), metavar="N", help=help_)
     for name, what in (
-        ("--limit", "prompts per set, the first ones; all if left out"),
         ("--longest-prompt", "leave out prompts of more tokens; 256 if left out"),
         ("--max-new-tokens", "most tokens per answer; 64 if left out"),
         ("--turns", "how often all prompts are answered; 3 if left out"),

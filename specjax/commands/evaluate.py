@@ -24,6 +24,7 @@ from specjax.commands.options import (
     add_picture,
     add_quantize,
     add_sample_seed,
+    at_least,
     chosen_target,
     integer,
 )
@@ -85,9 +86,8 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="DIR", help="the folder of the tasks' files")
     help_ = "prompts decoded at a time, and texts per pass; 8 if left out"
     add("--rows", type=integer, default=8, metavar="N", help=help_)
-    add(
-        "--limit", type=integer, metavar="N", help="items per task, the first ones; all if left out"
-    )
+    help_ = "items per task, the first ones; all if left out"
+    add("--limit", type=at_least(1), metavar="N", help=help_)
     add_sample_seed(parser)
     help_ = "take as many of --limit items of every kind that the file names: MATH's subjects"
     add("--balanced", action="store_true", help=help_)
@@ -137,7 +137,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     add("--stride", type=integer, metavar="N", help=help_)
     add(
         "--max-tokens",
-        type=integer,
+        type=at_least(2),
         metavar="N",
         help="tokens of the text, the first ones; all if left out",
     )
@@ -154,7 +154,7 @@ def _add_fidelity(parser: argparse.ArgumentParser) -> None:
     add("--compared", choices=tuple(LEVELS), default="a4", help=help_)
     add(
         "--limit",
-        type=integer,
+        type=at_least(1),
         metavar="N",
         help="prompts of the file, the first ones; all if left out",
     )

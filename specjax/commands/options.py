@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,6 +164,18 @@ def integer(text: str) -> int:
     if abs(found) > MOST:
         raise argparse.ArgumentTypeError(f"must be an integer up to {MOST}, got {shown(text)}")
     return found
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A reader of counts from `least` on, which raises argparse.ArgumentTypeError for others."""
+
+    def read(text: str) -> int:
+        found = integer(text)
+        if found < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {found}")
+        return found
+
+    return read
 
 
 def seed(text: str) -> int:

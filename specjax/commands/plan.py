@@ -22,6 +22,7 @@ from specjax.commands.options import (
     add_model,
     add_picture,
     add_quantize,
+    at_least,
     chosen_target,
     integer,
 )
@@ -99,7 +100,7 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     help_ = "prompts to measure with: JSON lines, or one text per line"
     add("--prompts", type=Path, metavar="FILE", help=help_)
     help_ = "prompts of the file, the first ones; all if left out"
-    add("--limit", type=integer, metavar="N", help=help_)
+    add("--limit", type=at_least(1), metavar="N", help=help_)
     add("--rows", type=integer, default=1, metavar="N", help="prompts at a time; 1 if left out")
     help_ = "most tokens per prompt; 64 if left out"
     add("--max-new-tokens", type=integer, default=64, metavar="N", help=help_)

@@ -52,6 +52,23 @@ def test_arguments(folder: Path, arguments: list[str], message: str, capsys) -> 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("evaluate perplexity good.txt --max-tokens -400", "--max-tokens: must be at least 2, got"),
+        ("evaluate fidelity prompts.jsonl --limit 0", "--limit: must be at least 1, got 0"),
+        ("evaluate piqa --data . --limit -1", "--limit: must be at least 1, got -1"),
+        ("bench --limit -1", "--limit: must be at least 1, got -1"),
+        ("plan speed --measure --limit 0", "--limit: must be at least 1, got 0"),
+    ],
+)
+def test_counts(folder: Path, command: str, message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(command.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
         ("evaluate perplexity good.txt --json folder", "folder cannot be written: it is a direct"),
         ("evaluate perplexity good.txt --json good.txt/x", "good.txt/x cannot be written: Not a"),
         ("evaluate fidelity prompts.jsonl --json /proc/x", "/proc/x cannot be written: "),
