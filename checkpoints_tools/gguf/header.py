@@ -12,19 +12,29 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
 from specjax.checks import printable, shown
 
+T = TypeVar("T")
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SCALARS = {  # by the number of a value's type
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 STRING, ARRAY = 8, 9
+KINDS: dict[type, str] = {  # of fields: the type that a value has here, and its name
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list of texts",
+    np.ndarray: "a list of numbers",
+}
 MOST_AXES = 4
 ALIGNMENT = 32
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -82,8 +92,8 @@ class Header:
                 raise ValueError(f"{file} has the field {shown(name)} twice")
             self._values[name] = self._value(self._number("<I"))
         described = [self._tensor() for _ in range(self._counted(tensors, 24))]
-        alignment = self._values.get("general.alignment", ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        alignment = self.get("general.alignment", int, ALIGNMENT)
+        if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"{file}: general.alignment must be a power of two, got {alignment!r}")
         start = -(-self._place // alignment) * alignment
         self.tensors = {
@@ -92,10 +102,27 @@ class Header:
         if len(self.tensors) < len(described):
             raise ValueError(f"{file} describes a tensor twice")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field: a number, a bool, a text, a list of texts, or a NumPy array."""
-        value = self._values.get(name, default)
-        return self._items(value) if isinstance(value, _Array) else value
+    @overload
+    def get(self, name: str, kind: type[T]) -> T | None: ...
+
+    @overload
+    def get(self, name: str, kind: type[T], default: T) -> T: ...
+
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value of a field, or the default where the file does not have it.
+
+        Raises ValueError unless it is of the kind: one of KINDS. Integers are numbers too.
+        """
+        if name not in self._values:
+            return default
+        value = self._values[name]
+        if kind not in _kinds(value):
+            raise ValueError(f"{self.file}: {name} must be {KINDS[kind]}, got {_described(value)}")
+        return cast("T", self._items(value) if isinstance(value, _Array) else value)
+
+    def names(self) -> Collection[str]:
+        """The names of all fields."""
+        return self._values.keys()
 
     def raw(self, offset: int, count: int) -> np.ndarray:
         """Bytes of the file, without a copy: uint8[count]."""
@@ -195,8 +222,8 @@ def read_headers(file: Path) -> list[Header]:
       ValueError: a file is damaged, or is not the first part.
     """
     first = Header(file)
-    count = first.get("split.count", 1)
-    if not isinstance(count, int) or count < 2:
+    count = first.get("split.count", int, 1)
+    if count < 2:
         return [first]
     name = _SPLIT.fullmatch(file.name)
     if name is None or int(name[2]) != 1 or int(name[3]) != count:
@@ -208,6 +235,18 @@ def read_headers(file: Path) -> list[Header]:
         if not part.is_file():
             raise FileNotFoundError(f"{file} is one of {count} parts; {part.name} does not exist")
     return [first, *map(Header, rest)]
+
+
+def _kinds(value: Any) -> tuple[type, ...]:
+    """The keys of KINDS that a value is one of."""
+    if isinstance(value, _Array):
+        return (list,) if value.kind == STRING else (np.ndarray,)
+    return (int, float) if type(value) is int else (type(value),)
+
+
+def _described(value: Any) -> str:
+    """A value of another kind as a message shows it."""
+    return f"an array of {value.count} items" if isinstance(value, _Array) else shown(value)
 
 
 def is_gguf(file: Path) -> bool:

@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-NAMES = {  # GGUF's fields, which the name of the architecture precedes, by those of config.json
+SIZES = {  # GGUF's fields, which the name of the architecture precedes, by those of config.json
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -30,6 +30,8 @@ NAMES = {  # GGUF's fields, which the name of the architecture precedes, by thos
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
+}
+NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
@@ -59,20 +61,19 @@ def model_config(
     Raises:
       ValueError: a field is missing or invalid, or the model is not supported.
     """
-    family = header.get("general.architecture")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
+    family = header.get("general.architecture", str)
+    if family not in ARCHITECTURES:
         raise ValueError(
             f"{header.file}: architecture {shown(family)} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    if (experts := header.get(f"{family}.expert_count", int, 0)) != 0:
+        raise ValueError(f"{header.file}: {family}.expert_count {experts} is not supported")
     fields: dict[str, Any] = {
-        ours: header.get(f"{family}.{theirs}") for ours, theirs in NAMES.items()
-    }
-    if (experts := header.get(f"{family}.expert_count", 0)) != 0:
-        raise ValueError(f"{header.file}: {family}.expert_count {shown(experts)} is not supported")
-    fields |= {
+        **{ours: header.get(f"{family}.{theirs}", int) for ours, theirs in SIZES.items()},
+        **{ours: header.get(f"{family}.{theirs}", float) for ours, theirs in NUMBERS.items()},
         "architectures": [ARCHITECTURES[family]],
-        "vocab_size": header.get(f"{family}.vocab_size", len(_vocabulary(header))),
+        "vocab_size": header.get(f"{family}.vocab_size", int, len(_vocabulary(header))),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": family == "llama" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
@@ -81,40 +82,42 @@ def model_config(
         **_tokens(header),
     }
     config = _with_factors(header, fields, factors)
-    rotated = header.get(f"{family}.rope.dimension_count", config.head_dim)
+    rotated = header.get(f"{family}.rope.dimension_count", int, config.head_dim)
     if rotated != config.head_dim:
         raise ValueError(
             f"{header.file}: {family}.rope.dimension_count must be {config.head_dim}, all of a "
-            f"head, got {shown(rotated)}"
+            f"head, got {rotated}"
         )
     return config
 
 
 def _vocabulary(header: Header) -> list[str]:
-    tokens = header.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
+    tokens = header.get("tokenizer.ggml.tokens", list)
+    if tokens is None:
         raise ValueError(f"{header.file} has no tokenizer.ggml.tokens")
     return tokens
 
 
 def _rope_scaling(header: Header, family: str) -> dict[str, Any] | None:
-    kind = header.get(f"{family}.rope.scaling.type")
+    kind = header.get(f"{family}.rope.scaling.type", str)
     if kind in (None, "none"):
         return None
     named = {
-        ours: header.get(f"{family}.rope.scaling.{name}") for ours, name in SCALING_NAMES.items()
+        ours: header.get(f"{family}.rope.scaling.{name}", float)
+        for ours, name in SCALING_NAMES.items()
     }
     return {"rope_type": kind} | {name: each for name, each in named.items() if each is not None}
 
 
 def _tokens(header: Header) -> dict[str, Any]:
     """The tokens that end, begin and pad a text. A text ends also where a turn or message ends."""
-    ids = {name: header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
-    stops = dict.fromkeys(token for token in ids.values() if token is not None)
+    names = ("eos", "eot", "eom", "bos", "padding")
+    ids = {name: header.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
+    stops = dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None)
     return {
         "eos_token_id": list(stops) or None,
-        "bos_token_id": header.get("tokenizer.ggml.bos_token_id"),
-        "pad_token_id": header.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": ids["bos"],
+        "pad_token_id": ids["padding"],
     }
 
 

@@ -127,7 +127,7 @@ def their_name(name: str) -> str:
 def _heads(header: Header, name: str, config: ModelConfig) -> int | None:
     """The number of heads whose rows are in pairs, as in the llama architecture."""
     layer = name.split(".")[2] if name.startswith("layers.") else ""
-    if header.get("general.architecture") != "llama" or layer not in ("q", "k"):
+    if header.get("general.architecture", str) != "llama" or layer not in ("q", "k"):
         return None
     return config.num_heads if layer == "q" else config.num_kv_heads
 

@@ -45,9 +45,9 @@ def gguf_tokenizer(header: Header) -> Tokenizer:
 
     Raises ValueError if the file has none, if it is damaged, or if its kind is not supported.
     """
-    kind = header.get("tokenizer.ggml.model")
-    tokens = header.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or len(set(tokens)) != len(tokens):
+    kind = header.get("tokenizer.ggml.model", str)
+    tokens = header.get("tokenizer.ggml.tokens", list)
+    if tokens is None or len(set(tokens)) != len(tokens):
         raise ValueError(f"{header.file}: tokenizer.ggml.tokens must list texts, each once")
     with one_sentence(f"the tokenizer in {header.file} cannot be read"):
         if kind == "gpt2":
@@ -62,12 +62,12 @@ def gguf_tokenizer(header: Header) -> Tokenizer:
 
 
 def _byte_level(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
-    name = header.get("tokenizer.ggml.pre", "default")
+    name = header.get("tokenizer.ggml.pre", str, "default")
     if name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise ValueError(f"tokenizer.ggml.pre {shown(name)} is not supported; supported: {known}")
     split = PRE_TOKENIZERS[name]
-    merges = [tuple(each.split(" ", 1)) for each in header.get("tokenizer.ggml.merges", [])]
+    merges = [tuple(each.split(" ", 1)) for each in header.get("tokenizer.ggml.merges", list, [])]
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)}, merges=merges,
@@ -89,8 +89,8 @@ def _byte_level(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
 
 def _sentencepiece(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
     """SentencePiece's BPE joins the pair whose union has the highest score."""
-    scores = np.asarray(header.get("tokenizer.ggml.scores"), np.float64)
-    if scores.shape != (len(tokens),):
+    scores = header.get("tokenizer.ggml.scores", np.ndarray, np.zeros(0)).astype(np.float64)
+    if len(scores) != len(tokens):
         raise ValueError("tokenizer.ggml.scores must hold a number for every token")
     ids = {token: index for index, token in enumerate(tokens)}
     unknown = _token_id(header, tokens, "unknown") or 0
@@ -100,7 +100,7 @@ def _sentencepiece(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
             fuse_unk=True, byte_fallback=True,
         )
     )  # fmt: skip
-    prefix = bool(header.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     steps = [normalizers.Prepend(SPACE)] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     backend.decoder = decoders.Sequence(
@@ -131,19 +131,20 @@ def _merges(
 
 def _add_tokens(backend: tokenizers.Tokenizer, header: Header, tokens: list[str]) -> None:
     """Marks the tokens that texts hold as a whole, and puts the first and last around a text."""
-    kinds = header.get("tokenizer.ggml.token_type", np.zeros(len(tokens), np.int32))
+    kinds = header.get("tokenizer.ggml.token_type", np.ndarray, np.zeros(len(tokens), np.int32))
     if len(kinds) != len(tokens):
         raise ValueError("tokenizer.ggml.token_type must hold a number for every token")
     special = np.isin(kinds, (UNKNOWN, CONTROL)).nonzero()[0]
-    plain = (np.asarray(kinds) == USER_DEFINED).nonzero()[0]
+    plain = (kinds == USER_DEFINED).nonzero()[0]
     backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in special])
     backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in plain])
-    sentencepiece = header.get("tokenizer.ggml.model") == "llama"
-    begins = sentencepiece or PRE_TOKENIZERS.get(header.get("tokenizer.ggml.pre")) == "llama3"
+    sentencepiece = header.get("tokenizer.ggml.model", str) == "llama"
+    split = PRE_TOKENIZERS.get(header.get("tokenizer.ggml.pre", str, "default"))
+    begins = sentencepiece or split == "llama3"
     names = {}
     for name, place, default in (("bos", "begin", begins), ("eos", "end", False)):
         token = _token_id(header, tokens, name)
-        if token is not None and header.get(f"tokenizer.ggml.add_{name}_token", default):
+        if token is not None and header.get(f"tokenizer.ggml.add_{name}_token", bool, default):
             names[place] = (tokens[token], token)
     if names:
         first, last = ([names[place][0]] if place in names else [] for place in ("begin", "end"))
@@ -158,15 +159,15 @@ def _token_id(header: Header, tokens: list[str], name: str) -> int | None:
     Raises ValueError if the id is outside the vocabulary.
     """
     field = f"tokenizer.ggml.{name}_token_id"
-    value: int | None = header.get(field)
+    value = header.get(field, int)
     if value is not None:
         Whole(0, len(tokens) - 1)(field, value)
     return value
 
 
 def _chat_template(header: Header, tokens: list[str]) -> ChatTemplate | None:
-    text = header.get("tokenizer.chat_template")
-    if not isinstance(text, str):
+    text = header.get("tokenizer.chat_template", str)
+    if text is None:
         return None
     check_length(text, header.file)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

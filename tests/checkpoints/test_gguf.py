@@ -171,7 +171,12 @@ def test_llama_3_stretches_its_frequencies(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
         ({"llama.rope.dimension_count": 32}, "dimension_count must be 64, all of a head, got 32"),
         ({"llama.rope.freq_base": float("nan")}, "rope_theta must be a number"),
-        ({"llama.attention.head_count": "4"}, "num_attention_heads must be an integer"),
+        ({"llama.attention.head_count": "4"}, "llama.attention.head_count must be an integer, got"),
+        ({"general.alignment": [32]}, "general.alignment must be an integer, got an array of 1 it"),
+        ({"llama.expert_count": [0]}, "llama.expert_count must be an integer, got an array of 1"),
+        ({"llama.rope.scaling.type": ["none"]}, "llama.rope.scaling.type must be a text, got an"),
+        ({"tokenizer.ggml.eot_token_id": [2]}, "tokenizer.ggml.eot_token_id must be an integer"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts, got"),
         ({"general.alignment": 48}, "general.alignment must be a power of two, got 48"),
     ],
 )  # fmt: skip
@@ -228,10 +233,27 @@ def test_a_path_that_is_something_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("bos_token_id", CONFIG.vocab_size), ("padding_token_id", 2**31), ("eos_token_id", "</s>")],
+    [("bos_token_id", CONFIG.vocab_size), ("padding_token_id", 2**31)],
 )
-def test_tokens_that_are_not_there(tmp_path: Path, field: str, value: int | str) -> None:
+def test_tokens_that_are_not_there(tmp_path: Path, field: str, value: int) -> None:
     changes = fields() | {f"tokenizer.ggml.{field}": value}
     file = write_gguf(tmp_path / "odd.gguf", changes, {})
     with pytest.raises(ValueError, match=rf"tokenizer\.ggml\.{field} must be an integer from 0 to"):
+        specjax.load_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("model", ["gpt2"], "a text"), ("pre", 1, "a text"), ("merges", [1.0], "a list of texts"),
+        ("token_type", ["1"], "a list of numbers"), ("eos_token_id", "</s>", "an integer"),
+        ("add_bos_token", [True, False], "true or false"), ("add_eos_token", 1, "true or false"),
+    ],
+)  # fmt: skip
+def test_fields_of_a_tokenizer_of_another_kind(
+    tmp_path: Path, field: str, value: object, kind: str
+) -> None:
+    changes = fields() | {f"tokenizer.ggml.{field}": value}
+    file = write_gguf(tmp_path / "odd.gguf", changes, {})
+    with pytest.raises(ValueError, match=rf"odd\.gguf: tokenizer\.ggml\.{field} must be {kind}, "):
         specjax.load_tokenizer(file)

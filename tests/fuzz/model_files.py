@@ -167,6 +167,14 @@ WORDS = (
 )  # fmt: skip
 
 
+MORE_FIELDS = (  # of GGUF, which the valid files do not have
+    *(f"llama.{name}" for name in ("expert_count", "rope.scale_linear", "attention.key_length")),
+    *(f"llama.rope.scaling.{name}" for name in ("type", "factor", "attn_factor", "finetuned")),
+    *(f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_space_prefix", "eot_token_id")),
+    "general.alignment", "split.count",
+)  # fmt: skip
+
+
 def gguf(folder: Path) -> Reader:
     pytest.importorskip("gguf")
     from tests.support import gguf_files
@@ -198,9 +206,18 @@ def gguf(folder: Path) -> Reader:
         file.write_bytes(case[1] + files[0][-size:])
         case[0]()
 
+    def of_another_kind(case: tuple[str, object]) -> bytes:
+        gguf_files.write_gguf(file, fields | llama | dict([case]), tensors)
+        return file.read_bytes()[:-size]
+
     headers = [
         changed(data[:-size]) for data in files for changed in (changed_bytes, _changed_numbers)
     ]
+    kinds = (1, 1.5, True, "a", ["a", "b"], [1, 2], [0.5], [True, False])
+    names = sorted({*fields, *llama, *MORE_FIELDS})
+    headers += [
+        st.tuples(st.sampled_from(names), st.sampled_from(kinds)).map(of_another_kind)
+    ] * len(headers)
     return read, st.tuples(st.sampled_from((read_model, read_its_tokenizer)), st.one_of(*headers))
 
 
