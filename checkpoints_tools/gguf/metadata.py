@@ -6,6 +6,7 @@ both kinds of models are checked by one schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -35,13 +36,10 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-SCALING_NAMES = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_context_length",
-    "attention_factor": "attn_factor",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-}
+SCALING = "rope.scaling."  # begins the fields below
+SCALING_NAMES = ("type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast",
+                 "yarn_beta_slow", "finetuned")  # fmt: skip
+SCALING_TYPES = ("none", "linear", "yarn")
 LLAMA3_CONTEXT = 8192  # Llama 3's training context, before its frequencies were stretched
 
 
@@ -99,14 +97,40 @@ def _vocabulary(header: Header) -> list[str]:
 
 
 def _rope_scaling(header: Header, family: str) -> dict[str, Any] | None:
-    kind = header.get(f"{family}.rope.scaling.type", str)
-    if kind in (None, "none"):
-        return None
-    named = {
-        ours: header.get(f"{family}.rope.scaling.{name}", float)
-        for ours, name in SCALING_NAMES.items()
+    """The scaling in the fields of config.json, with the meaning that llama.cpp gives to GGUF's."""
+    scaling = f"{family}.{SCALING}"
+    for name in header.names():
+        if name.startswith(scaling) and name.removeprefix(scaling) not in SCALING_NAMES:
+            raise ValueError(f"{header.file}: {name} is not supported")
+    kind = header.get(f"{scaling}type", str, "linear")
+    if kind not in SCALING_TYPES:
+        raise ValueError(
+            f"{header.file}: {scaling}type {shown(kind)} is not supported; "
+            f"supported: {', '.join(SCALING_TYPES)}"
+        )
+    older = header.get(f"{family}.rope.scale_linear", float, 0.0)
+    factor = header.get(f"{scaling}factor", float, older) or 1.0
+    magnitude = header.get(f"{scaling}attn_factor", float, 1.0)
+    if kind == "yarn":
+        return _yarn(header, scaling, factor, magnitude)
+    if magnitude != 1.0:
+        raise ValueError(
+            f"{header.file}: {scaling}attn_factor {magnitude} is supported with the type yarn only"
+        )
+    return None if kind == "none" or factor == 1.0 else {"rope_type": kind, "factor": factor}
+
+
+def _yarn(header: Header, scaling: str, factor: float, magnitude: float) -> dict[str, Any]:
+    found = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": header.get(f"{scaling}original_context_length", int),
+        "beta_fast": header.get(f"{scaling}yarn_beta_fast", float),
+        "beta_slow": header.get(f"{scaling}yarn_beta_slow", float),
+        # GGUF's factor multiplies the paper's, in whose place config.json has the product.
+        "attention_factor": magnitude * (0.1 * math.log(max(factor, 1.0)) + 1.0),
     }
-    return {"rope_type": kind} | {name: each for name, each in named.items() if each is not None}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _tokens(header: Header) -> dict[str, Any]:
@@ -131,6 +155,10 @@ def _with_factors(
     """
     if factors is None:
         return config_from_fields(fields, header.file)
+    if fields["rope_scaling"] is not None:
+        raise ValueError(
+            f"{header.file}: rope_freqs.weight together with another scaling is not supported"
+        )
     stretched = {
         "rope_type": "llama3",
         "factor": float(factors.max()),
@@ -138,7 +166,7 @@ def _with_factors(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": LLAMA3_CONTEXT,
     }
-    plain = config_from_fields(fields | {"rope_scaling": None}, header.file)
+    plain = config_from_fields(fields, header.file)
     config = config_from_fields(fields | {"rope_scaling": stretched}, header.file)
     found = rope_frequencies(plain) / rope_frequencies(config)
     if found.shape != factors.shape or not np.allclose(found, factors, rtol=1e-4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 import warnings
 from pathlib import Path
@@ -151,14 +152,47 @@ def test_llama_3_stretches_its_frequencies(tmp_path: Path) -> None:
     stretched = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     config = dataclasses.replace(CONFIG, rope_scaling=stretched)
     factors = (rope_frequencies(CONFIG) / rope_frequencies(config)).astype(np.float32)
-    for values, error in ((factors, None), (factors + 1, "not Llama 3.1's rule")):
+    for values, more, error in (
+        (factors, {}, None),
+        (factors + 1, {}, "not Llama 3.1's rule"),
+        (factors, {"llama.rope.scaling.factor": 2.0}, "together with another scaling"),
+    ):
         tensors = {**random_tensors(), "rope_freqs.weight": (values, KINDS.F32)}
-        file = write_gguf(tmp_path / "llama3.gguf", fields(), tensors)
+        file = write_gguf(tmp_path / "llama3.gguf", fields() | more, tensors)
         if error is None:
             assert open_gguf(file).config.rope_scaling == stretched
         else:
             with pytest.raises(ValueError, match=error):
                 open_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"scaling.factor": 4.0}, RopeScaling("linear", 4.0)),
+        ({"scale_linear": 4.0}, RopeScaling("linear", 4.0)),
+        ({"scale_linear": 4.0, "scaling.factor": 2.0}, RopeScaling("linear", 2.0)),
+        ({"scale_linear": 4.0, "scaling.type": "none"}, None),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, None),
+        ({"scaling.type": "linear", "scaling.finetuned": True}, None),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 128},
+            RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * math.log(4) + 1),
+        ),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 0.5,
+             "scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0},
+            RopeScaling("yarn", 4.0, 512, beta_fast=16.0, beta_slow=2.0,
+                        attention_factor=0.5 * (0.1 * math.log(4) + 1)),
+        ),
+    ],
+)  # fmt: skip
+def test_scalings_mean_what_they_mean_to_llama_cpp(
+    tmp_path: Path, changes: dict, expected: RopeScaling | None
+) -> None:
+    metadata = fields() | {f"llama.rope.{name}": value for name, value in changes.items()}
+    file = write_gguf(tmp_path / "scaled.gguf", metadata, random_tensors())
+    assert open_gguf(file).config.rope_scaling == expected
 
 
 @pytest.mark.parametrize(
@@ -170,6 +204,11 @@ def test_llama_3_stretches_its_frequencies(tmp_path: Path) -> None:
         ({"llama.feed_forward_length": 256}, r"has shape \(512, 256\), but the metadata says"),
         ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
         ({"llama.rope.dimension_count": 32}, "dimension_count must be 64, all of a head, got 32"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "scaling.yarn_log_multiplier is not sup"),
+        ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "scaling.yarn_attn_factor is not supported"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor 2.0 is supported with the type"),
+        ({"llama.rope.scaling.type": "llama3"}, "type 'llama3' is not supported; supported: none"),
+        ({"llama.rope.scaling.factor": -4.0}, "factor must be a number"),
         ({"llama.rope.freq_base": float("nan")}, "rope_theta must be a number"),
         ({"llama.attention.head_count": "4"}, "llama.attention.head_count must be an integer, got"),
         ({"general.alignment": [32]}, "general.alignment must be an integer, got an array of 1 it"),
