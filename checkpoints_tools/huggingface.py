@@ -214,13 +214,17 @@ def _check_names(
     extra = sorted(
         name
         for name in set(found) - known
-        if not name.endswith(HARMLESS) and not (name in biases and not found[name].read().any())
+        if not name.endswith(HARMLESS) and not (name in biases and _is_zero(found[name]))
     )
     if extra:
         raise ValueError(
             f"{directory} has {_listed(extra)}, which a {config.model_type} model with this "
             "config.json does not have"
         )
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    return tensor.dtype in FLOATS and not tensor.read().any()
 
 
 def _listed(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import float8_e4m3fn
 from safetensors.numpy import load_file
 
 from checkpoints_tools.loading import load
@@ -199,6 +200,11 @@ def spoil(name: str, value: float) -> Callable[[Path], None]:
             PACKED, PACKED_PACKER,
             lambda path: set_config(path, PACKED | {"ignore": ["re:" + "(" * 9997]}),
             "{}/config.json: quantization_config: the pattern 're:(((",
+        ),
+        (
+            GPTQ, GPTQ_PACKER,
+            lambda path: with_tensors(path, {f"{DOWN}.bias": np.zeros(64, float8_e4m3fn)}),
+            f"{{}} has the tensor {DOWN}.bias, which a llama model with this config.json does not",
         ),
         (
             {"quant_method": "mxfp4"}, packers.mxfp4("weight_blocks", "weight_scales"),
