@@ -56,9 +56,10 @@ class ChatTemplate:
             )
         if kind != "text":
             raise ValueError(f"{self.source}: the chat template cannot be rendered: {_said(text)}")
-        if tools and text == self.render(messages, answer):
+        rendered = text if answer else self._before_mark(text)
+        if tools and rendered == self.render(messages, answer):
             raise ValueError("the chat template takes no tools")
-        return text if answer else self._before_mark(text)
+        return rendered
 
     def save(self, directory: Path) -> None:
         """Writes the files from which `read_chat_template` reads the same template."""

@@ -121,6 +121,16 @@ def test_texts_are_those_of_transformers(tmp_path: Path) -> None:
     assert compared > 60
 
 
+@pytest.mark.parametrize("answer", [True, False])
+def test_tools_that_a_template_leaves_out_are_refused(answer: bool) -> None:
+    talk, tools = [{"role": "user", "content": "a"}], [{"name": "search"}]
+    with_tools = ChatTemplate("{{ tools }}{{ messages[-1].content }}", {}, "file")
+    assert "search" in with_tools.render(talk, answer, tools)
+    without = ChatTemplate("{{ messages[-1].content }}", {}, "file")
+    with pytest.raises(ValueError, match="the chat template takes no tools"):
+        without.render(talk, answer, tools)
+
+
 HOSTILE = {
     "{{ 'a' * 10**10 }}": "needs too much memory",
     "{{ 'a' * 10**8 }}": "needs too much memory",
