@@ -57,7 +57,7 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
 
     Raises:
       FileNotFoundError: both files or a shard are missing.
-      ValueError: a file is damaged.
+      ValueError: a file is damaged, or two of them hold a tensor of one name.
     """
     found: dict[str, Tensor] = {}
     for file in _shard_files(directory):
@@ -67,6 +67,8 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
                     raise ValueError(
                         f"{file} has a tensor whose name cannot be printed: {shown(name)}"
                     )
+                if name in found:
+                    raise ValueError(f"the tensor {name} is in {found[name].file} and in {file}")
                 header = shard.get_slice(name)
                 found[name] = Tensor(name, file, header.get_dtype(), tuple(header.get_shape()))
     return found

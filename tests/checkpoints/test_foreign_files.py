@@ -56,6 +56,14 @@ def test_an_index_names_files_below_its_folder(tmp_path: Path, name: Any) -> Non
     assert str(refusal.value).isprintable()
 
 
+def test_a_tensor_lies_in_one_file(tmp_path: Path) -> None:
+    with_index(tmp_path, {"a": "2.safetensors", "b": "1.safetensors"})
+    for name in ("1.safetensors", "2.safetensors"):
+        save_file({"a": np.zeros(2, np.float32)}, tmp_path / name)
+    with pytest.raises(ValueError, match=r"the tensor a is in .*/1.safetensors and in .*/2.safe"):
+        read_headers(tmp_path)
+
+
 @pytest.mark.parametrize("weight_map", [[], "a", 5, None])
 def test_an_index_maps_names_to_files(tmp_path: Path, weight_map: Any) -> None:
     with pytest.raises(ValueError, match="weight_map must be an object, got"):
