@@ -18,7 +18,8 @@ from checkpoints_tools.gguf.blocks import EXACT, HELD_AS, to_weight
 from checkpoints_tools.gguf.header import GgufTensor, Header, read_headers
 from checkpoints_tools.gguf.metadata import model_config
 from checkpoints_tools.lazy_checkpoint import LazyCheckpoint
-from pallas_kernels.formats import Quantized
+from checkpoints_tools.prequantized.mxfp4 import NAN
+from pallas_kernels.formats import Mxfp4Weight, Quantized
 from specjax.model.config import ModelConfig
 from specjax.model.weight_names import HEAD, weight_shapes
 
@@ -71,12 +72,18 @@ class GgufWeight:
         if len(self.tensor.shape) == 2:
             raw = raw.reshape(self.tensor.shape[0], self.row_bytes)
         found = to_weight(raw, self.kind, self.row_bytes)
-        for leaf in jax.tree.leaves(found):
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
-                raise ValueError(
-                    f"the tensor {self.tensor.name} in {self.tensor.file} holds NaN or infinity"
-                )
+        if not _is_finite(found):
+            raise ValueError(
+                f"the tensor {self.tensor.name} in {self.tensor.file} holds NaN or infinity"
+            )
         return found if self.pairs is None else _halves(found, self.pairs)
+
+
+def _is_finite(weight: jax.Array | Quantized) -> bool:
+    if isinstance(weight, Mxfp4Weight):
+        return not (np.asarray(weight.scales) == NAN).any()
+    floats = (x for x in jax.tree.leaves(weight) if jnp.issubdtype(x.dtype, jnp.floating))
+    return all(np.isfinite(x).all() for x in floats)
 
 
 def open_gguf(file: Path) -> LazyCheckpoint:

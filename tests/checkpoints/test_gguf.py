@@ -127,6 +127,16 @@ def test_quantize(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, specjax.load(tmp_path / "out"), expected)
 
 
+@pytest.mark.parametrize("kind", ["MXFP4", "Q4_0", "F32"])
+def test_what_is_not_finite_is_refused(tmp_path: Path, kind: str) -> None:
+    tensors = random_tensors(kind=kind)
+    data, _ = tensors["blk.0.attn_q.weight"]
+    data.view(np.uint8)[0, :4] = 255
+    file = write_gguf(tmp_path / "nan.gguf", fields(), tensors)
+    with pytest.raises(ValueError, match=r"blk\.0\.attn_q\.weight in .* holds NaN or infinity"):
+        specjax.convert(file, tmp_path / "out", progress=False)
+
+
 def test_a_split_model_is_the_whole_one(file: Path, tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "split.gguf", fields(), random_tensors(), split=8)
     whole, parts = (named_weights(specjax.load(path)) for path in (file, first))
