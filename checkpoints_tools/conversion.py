@@ -22,7 +22,7 @@ from checkpoints_tools.loading import check_fits, collect, open_model, read
 from checkpoints_tools.quantization import check_calibration
 from checkpoints_tools.quantization.dequantization import warn_of_rounding_again
 from checkpoints_tools.quantization.layerwise import quantize_layers, quantized_config
-from checkpoints_tools.quantization.recipe import Recipe
+from checkpoints_tools.quantization.recipe import DEFAULT_GROUP, Recipe
 from checkpoints_tools.quantization.resumable import ResumableRun, run_key
 from checkpoints_tools.sources import locate
 from pallas_kernels.formats import Quantized
@@ -39,7 +39,7 @@ def convert(
     out: str | os.PathLike[str],
     *,
     quantization: str | None = None,
-    group_size: int | None = 128,
+    group_size: int | None = DEFAULT_GROUP,
     bits: int = 4,
     lm_head: bool = False,
     dtype: str | None = None,
@@ -78,8 +78,9 @@ def convert(
     target = Path(out)
     checkpoint.check_target(target)
     recipe = None if quantization is None else Recipe(quantization, group_size, bits)
-    if recipe is None and (lm_head or bits != 4 or calibration is not None):
-        raise ValueError("lm_head, bits and calibration need a quantization, got None")
+    unused = lm_head or group_size != DEFAULT_GROUP or bits != 4 or calibration is not None
+    if recipe is None and unused:
+        raise ValueError("group_size, bits, lm_head and calibration need a quantization, got None")
     path = locate(source)
     checkpoint.check_tokenizer(path)
     if recipe is None:
@@ -93,7 +94,7 @@ def quantize_checkpoint(
     out: str | os.PathLike[str],
     method: str = "rtn",
     *,
-    group_size: int | None = 128,
+    group_size: int | None = DEFAULT_GROUP,
     bits: int = 4,
     lm_head: bool = False,
     dtype: str | None = None,

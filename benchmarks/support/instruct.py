@@ -100,7 +100,10 @@ def target(name: str) -> Params:
     if name == "gguf":
         return exact
     plain = specjax.dequantize(exact, "bfloat16")
-    return plain if name == "bfloat16" else specjax.quantize(plain, name, group_size=64)
+    if name == "bfloat16":
+        return plain
+    groups = {} if name == "bfloat12" else {"group_size": 64}
+    return specjax.quantize(plain, name, **groups)
 
 
 def base(name: str) -> str:

@@ -46,7 +46,8 @@ class Recipe:
     """A method with its options, checked on construction.
 
     method: the name.
-    group_size: inputs per scale: 32, 64, 128 or None (one scale per output). MXFP4 always has 32.
+    group_size: inputs per scale: 32, 64, 128 or None (one scale per output). MXFP4 always has 32,
+      and bfloat12 none.
     bits: the width of the integers: 4, or 3 or 2 within 4-bit storage.
     """
 
@@ -59,10 +60,12 @@ class Recipe:
         if self.bits not in BITS:
             raise ValueError(f"bits must be 4, 3 or 2, got {self.bits!r}")
         parts = self.method.split("+") if isinstance(self.method, str) else [""]
+        *before, last = parts
+        if last.startswith("mxfp4") and self.group_size not in (MXFP4_GROUP, DEFAULT_GROUP):
+            raise ValueError(f"{last} has groups of 32; leave group_size out or set it to 32")
         if parts[0] in EXACT:
             self._check_exact(parts)
             return
-        *before, last = parts
         transforms = before if last in ROUNDINGS else parts
         if transforms != [part for part in TRANSFORMS if part in transforms]:
             raise ValueError(
@@ -77,8 +80,6 @@ class Recipe:
                 f"atom goes before {', '.join(INTEGER_ROUNDINGS)} or stands last, "
                 f"got {self.method!r}"
             )
-        if last.startswith("mxfp4") and self.group_size not in (MXFP4_GROUP, DEFAULT_GROUP):
-            raise ValueError(f"{last} has groups of 32; leave group_size out or set it to 32")
         if last not in INTEGER_ROUNDINGS and last in ROUNDINGS and self.bits != 4:
             raise ValueError(f"{last} fixes its bits; leave bits out, got {self.bits}")
 
@@ -93,6 +94,11 @@ class Recipe:
             )
         elif rounding:
             raise ValueError(f"bfloat12 stands alone, got {shown(self.method)}")
+        elif (self.group_size, self.bits) != (DEFAULT_GROUP, 4):
+            raise ValueError(
+                "bfloat12 has neither scales nor integers; leave group_size and bits out, "
+                f"got {self.group_size} and {self.bits}"
+            )
 
     @property
     def exact(self) -> str | None:

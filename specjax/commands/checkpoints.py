@@ -42,8 +42,9 @@ def _add_convert(parser: argparse.ArgumentParser, quantize: str | None = None) -
     add("--lm-head", action="store_true", help="quantize the output head too")
     add("--dtype", choices=("bfloat16", "float32"), help="of weights that stay unquantized")
     add("--calibration", type=Path, metavar="FILE", help="a file of calibration text")
-    add("--sequences", type=integer, default=16, help="sequences taken from the calibration text")
-    add("--length", type=integer, default=512, help="tokens in each")
+    help_ = "sequences taken from the calibration text; 16 if left out"
+    add("--sequences", type=integer, metavar="N", help=help_)
+    add("--length", type=integer, metavar="N", help="tokens in each; 512 if left out")
     parser.set_defaults(run=_convert)
 
 
@@ -77,10 +78,12 @@ def _export(options: argparse.Namespace) -> None:
 
 def _calibration(options: argparse.Namespace) -> np.ndarray | None:
     """The calibration text as tokens."""
+    sizes = {name: getattr(options, name) for name in ("sequences", "length")}
+    given = {name: size for name, size in sizes.items() if size is not None}
     if options.calibration is None:
+        if given:
+            raise ValueError("--sequences and --length go with --calibration FILE")
         return None
     text = read_text(options.calibration)
     tokenizer = specjax.load_tokenizer(options.source)
-    return specjax.calibration_tokens(
-        text, tokenizer, sequences=options.sequences, length=options.length
-    )
+    return specjax.calibration_tokens(text, tokenizer, **given)

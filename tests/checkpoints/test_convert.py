@@ -283,7 +283,8 @@ def test_option_refusals(tmp_path: Path) -> None:
     for options, message in (
         ({"quantization": "gguf"}, "method must be one of rtn, rtn-clip, gptq"),
         ({"quantization": "rtn", "group_size": 100}, "group_size must be 32, 64, 128 or None"),
-        ({"lm_head": True}, "lm_head, bits and calibration need a quantization, got None"),
+        ({"lm_head": True}, "group_size, bits, lm_head and calibration need a quantization, got"),
+        ({"group_size": 32}, "group_size, bits, lm_head and calibration need a quantization"),
         ({"dtype": "float16"}, "dtype must be one of bfloat16, float32, got 'float16'"),
     ):
         with pytest.raises(ValueError, match=message):

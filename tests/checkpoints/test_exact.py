@@ -52,6 +52,11 @@ DRAFTERS = [
 PAIRS = [(drafter, tied) for drafter in DRAFTERS for tied in (True, False)]
 
 
+def groups(method: str) -> dict[str, int]:
+    """Groups of 64, where the method has a choice."""
+    return {} if method in ("bfloat12", "nested16+mxfp4") else {"group_size": 64}
+
+
 @functools.cache
 def plain_model(tied: bool) -> Params:
     model = random_model(BF16)
@@ -65,7 +70,7 @@ def exact_model(method: str, tied: bool = False) -> Params:
     calibration = None
     if method.endswith("gptq"):
         calibration = np.random.default_rng(0).integers(0, BF16.vocab_size, (4, 32))
-    return specjax.quantize(plain_model(tied), method, group_size=64, calibration=calibration)
+    return specjax.quantize(plain_model(tied), method, **groups(method), calibration=calibration)
 
 
 def same_bits(one: Params, other: Params) -> None:
@@ -108,7 +113,7 @@ def test_its_bytes() -> None:
     """At most 1.02 times those of the bfloat16 model, head and embedding included."""
     params = specjax.load("tiny-16bit")
     for method, low, high in (("bfloat12", 0.75, 0.76), ("nested16", 1.0, 1.02)):
-        exact = specjax.quantize(params, method, group_size=64)
+        exact = specjax.quantize(params, method, **groups(method))
         assert low < exact.nbytes / params.nbytes <= high
         counted = weight_bytes(params.config, method, group_size=64)
         assert counted <= exact.nbytes < 1.005 * counted  # the rest are escapes
@@ -183,7 +188,7 @@ def test_checkpoints(tmp_path: Path, method: str, tied: bool) -> None:
     assert_same(checkpoint.load(tmp_path / "saved"), exact)
     specjax.save(plain, tmp_path / "plain")
     quantize_checkpoint(
-        tmp_path / "plain", tmp_path / "made", method, group_size=64, progress=False
+        tmp_path / "plain", tmp_path / "made", method, **groups(method), progress=False
     )
     assert_same(load(tmp_path / "made"), exact)
     export(exact, tmp_path / "exported")
@@ -223,6 +228,9 @@ def test_quantizing_an_exact_model_is_quantizing_the_plain_one() -> None:
         ("nested16+awq", {}, r"nested16 stands alone or before rtn, .* got 'nested16\+awq'"),
         ("nested16+rtn+gptq", {}, "nested16 stands alone or before"),
         ("bfloat12+rtn", {}, r"bfloat12 stands alone, got 'bfloat12\+rtn'"),
+        ("bfloat12", {"bits": 2}, "leave group_size and bits out, got 128 and 2"),
+        ("bfloat12", {"group_size": 64}, "leave group_size and bits out, got 64 and 4"),
+        ("nested16+mxfp4", {"group_size": 64}, "mxfp4 has groups of 32; leave group_size out"),
         ("quarot+nested16", {}, "method must be one of .* or bfloat12 or nested16"),
         ("nested16", {"bits": 3}, "nested16 drafts in 4 bits; leave bits out, got 3"),
         ("nested16+gptq", {}, "needs calibration"),

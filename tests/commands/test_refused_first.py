@@ -91,6 +91,15 @@ def test_counts(folder: Path, command: str, message: str, capsys) -> None:
         ("plan layers bad.txt", "bad.txt is not UTF-8 text"),
         ("plan speed --measure --prompts bad.txt", "bad.txt is not UTF-8 text"),
         ("convert tiny-16bit out --quantize gptq --calibration bad.txt", "bad.txt is not UTF-8"),
+        (
+            "convert tiny-16bit out --group-size 32",
+            "group_size, bits, lm_head and calibration need",
+        ),
+        (
+            "convert tiny-16bit out --length 7",
+            "--sequences and --length go with --calibration FILE",
+        ),
+        ("quantize tiny-16bit out --sequences 0", "--sequences and --length go with --calibration"),
         ("serve --port 70000", "--port must be in 0 … 65535, got 70000"),
         ("serve --grace nan", "--grace must be in 0 … 1e+06, got nan"),
         ("serve --host 203.0.113.1", "203.0.113.1, port 8000: Cannot assign requested address"),
