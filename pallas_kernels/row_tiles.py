@@ -1,4 +1,4 @@
-"""Applies functions to tiles of a fixed number of rows. On CPUs results are batch-invariant so.
+"""Applies functions to tiles of a fixed number of rows: on CPUs, results are batch-invariant.
 
 XLA chooses an order of summation for each shape: XLA:CPU uses different algorithms for one row and
 for two. Here every call on a CPU has ROW_TILE rows, whatever the number of rows. Elsewhere all

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from checkpoints_tools.checkpoint import put_together, take_apart
-from specjax.files.locks import try_lock
+from specjax.files.locks import abandoned, try_lock
 from specjax.model.layers import Layer
 from specjax.model.weight_names import layer_from_weights, layer_weights
 
@@ -86,12 +86,8 @@ class WorkingFolder:
         if remove or not self.holds_layers:
             _remove(self.path)
         os.close(self._held)
-        for other in self._others() if remove else ():
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                lock = try_lock(other)
-                if lock is not None:
-                    _remove(other)
-                    os.close(lock)
+        for other in abandoned(self._others()) if remove else ():
+            _remove(other)
 
     def give_up(self) -> None:
         """Ends the work, and keeps nothing."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import specjax
 from specjax.checks import check_seed, shown
-from specjax.files.atomic_directory import Check
+from specjax.files.atomic_directory import TargetCheck
 from specjax.files.outputs import check_output
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def add_output(
     name: str,
     *,
     directory: bool = False,
-    check: Check | None = None,
+    check: TargetCheck | None = None,
     **described: str,
 ) -> None:
     """An argument that names a file or a directory that the command writes.

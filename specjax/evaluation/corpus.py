@@ -21,7 +21,7 @@ from specjax.evaluation.scoring import score_tokens
 from specjax.files import interruption
 from specjax.files.disk_space import room_for
 from specjax.files.json_lines import is_json_lines, read_lines, read_text
-from specjax.files.locks import try_lock
+from specjax.files.locks import abandoned, try_lock
 from specjax.generation.text import TokenCodec
 from specjax.model.parallel import whole_rows
 from specjax.model.params import Params
@@ -108,13 +108,9 @@ def _held(scores: Path, out: Path) -> Iterator[None]:
 def _remove_scores(out: Path) -> None:
     """Removes the scores of every build of a datastore, unless a process is at work on them."""
     pattern = re.compile(re.escape(f".{out.name}.scores-") + "[0-9a-f]{12}")
-    for path in out.parent.iterdir():
-        if pattern.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                lock = try_lock(path)
-                if lock is not None:
-                    path.unlink()
-                    os.close(lock)
+    found = (path for path in out.parent.iterdir() if pattern.fullmatch(path.name))
+    for path in abandoned(found):
+        path.unlink()
 
 
 def _kept(scores: Path) -> str | None:

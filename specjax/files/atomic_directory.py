@@ -26,9 +26,9 @@ from pathlib import Path
 
 from specjax.files import interruption
 from specjax.files.disk_space import room_for
-from specjax.files.locks import try_lock
+from specjax.files.locks import abandoned, try_lock
 
-Check = Callable[[Path], None]
+TargetCheck = Callable[[Path], None]
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -36,7 +36,7 @@ _TRIES = 100  # to remove a directory
 
 
 @contextlib.contextmanager
-def replacing(target: Path, check: Check, nbytes: int = 0) -> Iterator[Path]:
+def replacing(target: Path, check: TargetCheck, nbytes: int = 0) -> Iterator[Path]:
     """Yields an empty directory that becomes `target` when the block ends without an exception.
 
     Args:
@@ -133,12 +133,8 @@ def _remove_abandoned(target: Path) -> None:
     """Removes what killed processes left: a backup of the target, directories in the making."""
     if target.exists():
         shutil.rmtree(_backup(target), ignore_errors=True)
-    for path in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
-        with contextlib.suppress(OSError):  # without locks, it may still be in use
-            lock = try_lock(path)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+    for path in abandoned(target.parent.glob(f".{glob.escape(target.name)}.tmp-*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_temporary(target: Path) -> tuple[Path, int | None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
 def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
     """Locks what is at a path.
 
-    What was removed or replaced after it was opened and before it was locked is opened again.
+    It opens the path again if another file or directory is there by the time that it has the lock.
 
     Args:
       path: a file or a directory.
@@ -36,6 +36,23 @@ def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
             if _is_at(path, descriptor):
                 stack.pop_all()
                 return descriptor
+
+
+def abandoned(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yields those of some paths that no process holds, each locked until the next one.
+
+    On a file system without locks each may be in use, so none is yielded.
+    """
+    for path in paths:
+        try:
+            lock = try_lock(path)
+        except OSError:  # another process removed it, or there are no locks
+            continue
+        if lock is not None:
+            try:
+                yield path
+            finally:
+                os.close(lock)
 
 
 @contextlib.contextmanager

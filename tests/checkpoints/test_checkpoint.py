@@ -261,7 +261,7 @@ def test_save_replaces_checkpoints_only(tmp_path: Path) -> None:
     assert (kept / "diary.txt").read_text() == "dear diary"
 
 
-# What appears at the path while a checkpoint is written stays, and the checkpoint does not.
+# A file that appears at the path while a checkpoint is written stays; no checkpoint is made.
 def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
     out, take_apart = tmp_path / "out", checkpoint.take_apart
 

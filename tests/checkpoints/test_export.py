@@ -166,7 +166,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 
 
-# What appears at the path while the directory is written stays, another export too.
+# A file that appears at the path while the directory is written stays, and so does an export.
 def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
     params, write = random_model(SMALL), exporting._write_weights
     other = quantize(params, group_size=32)

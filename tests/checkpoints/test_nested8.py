@@ -73,7 +73,7 @@ def test_errors_beside_those_of_one_reading(group_size: int | None) -> None:
 
 @pytest.mark.parametrize("scale", [3e-3, 5e-5])
 def test_small_float16_scales_lose_no_bit(scale: float) -> None:
-    """A sixteenth of them is no float16."""
+    """A sixteenth of such a scale is not a float16."""
     q = np.random.default_rng(0).integers(-120, 120, (32, 256))
     scales = jnp.full((32, 2), scale, jnp.float16)
     made = nested_int8_from_integers(jnp.asarray(q, jnp.int8), scales, 128)

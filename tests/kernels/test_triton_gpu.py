@@ -67,7 +67,7 @@ def test_wrong_zeros_are_refused() -> None:
 
 
 def test_every_zero_is_subtracted_exactly() -> None:
-    """Two of them at once would not be: 136 + 121 is no bfloat16."""
+    """136 and a zero are subtracted one by one: 136 + 121 is not a bfloat16."""
     q = np.random.default_rng(0).integers(-8, 8, (64, 128))
     zeros, scales = jnp.arange(64, 128, dtype=jnp.int8)[:, None], jnp.ones((64, 1), jnp.bfloat16)
     weight = int4_from_integers(jnp.asarray(q, jnp.int8), scales, 128, zeros)
