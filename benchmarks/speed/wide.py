@@ -31,7 +31,11 @@ from specjax.bench.turns import geometric_mean, take_turns
 from specjax.drafting.calibration import calibrate
 
 KINDS = ("arithmetic", "python", "chat", "prose")
-PLAIN = {"4": "plain, 4 bits", "16": "plain, bfloat16"}
+# The base of the cases whose names end so. The nested model's is bfloat16, whose output it has.
+PLAIN = {
+    "4 bits": "plain, 4 bits", "8 bits": "plain, 8 bits",
+    "bfloat16": "plain, bfloat16", "nested": "plain, bfloat16",
+}  # fmt: skip
 Chunk = tuple[np.ndarray, np.ndarray]  # prompts, their lengths
 
 
@@ -42,7 +46,7 @@ def exact() -> specjax.Params:
 
 
 @cache
-def integers() -> specjax.Params:
+def four_bits() -> specjax.Params:
     """The same model in 4 bits, the head too."""
     return specjax.quantize(exact(), "rtn", lm_head=True)
 
@@ -59,13 +63,22 @@ def nested() -> specjax.Params:
     return specjax.quantize(exact(), "nested16", lm_head=True)
 
 
+@cache
+def eight_bits() -> specjax.Params:
+    """The same model in 8 bits, the upper 4 of which draft."""
+    return specjax.quantize(exact(), "nested8", lm_head=True)
+
+
 CASES: dict[str, tuple[Callable[[], specjax.Params], Callable[[], specjax.Drafter]]] = {
-    PLAIN["4"]: (integers, specjax.Autoregressive),
-    "QSpec(3) a8, 4 bits": (integers, lambda: specjax.QSpec(3, "a8")),
-    "QSpec(3) a4, 4 bits": (integers, lambda: specjax.QSpec(3, "a4")),
-    "ANPD, 4 bits": (integers, lambda: specjax.NGram(5)),
-    "Auto, 4 bits": (integers, specjax.Auto),
-    PLAIN["16"]: (exact, specjax.Autoregressive),
+    "plain, 4 bits": (four_bits, specjax.Autoregressive),
+    "QSpec(3) a8, 4 bits": (four_bits, lambda: specjax.QSpec(3, "a8")),
+    "QSpec(3) a4, 4 bits": (four_bits, lambda: specjax.QSpec(3, "a4")),
+    "ANPD, 4 bits": (four_bits, lambda: specjax.NGram(5)),
+    "Auto, 4 bits": (four_bits, specjax.Auto),
+    "plain, 8 bits": (eight_bits, specjax.Autoregressive),
+    "QSpec(3) a8, 8 bits": (eight_bits, lambda: specjax.QSpec(3, "a8")),
+    "Auto, 8 bits": (eight_bits, specjax.Auto),
+    "plain, bfloat16": (exact, specjax.Autoregressive),
     "MXFP4 cast, bfloat16": (exact, lambda: specjax.DraftModel(cast(), 4, share_cache=True)),
     "MXFP4 cast a8, bfloat16": (
         exact, lambda: specjax.DraftModel(cast(), 4, "a8", share_cache=True)
@@ -138,7 +151,7 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
     seconds, outputs = take_turns(programs, chunks, options.turns)
     rows = []
     for name in cases:
-        plain = PLAIN["4" if name.endswith("4 bits") else "16"]
+        plain = PLAIN[name.split(", ")[1]]
         stats = [output.stats for output in outputs[name]]
         total = {
             each: sum(int(getattr(part, each).sum()) for part in stats)
