@@ -14,11 +14,7 @@ refinement the first after shuffling are kept.
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
-import random
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +27,7 @@ from tqdm import tqdm
 
 import specjax
 from benchmarks.support.common import pad, parser, table, text_prompts, write
+from benchmarks.support.corpora import corpora, write_corpus
 from specjax import (
     Autoregressive,
     Combined,
@@ -333,7 +330,7 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
         stores = []
         for refine in (True, False):
             sequences: list[np.ndarray] = []
-            for name, texts in corpora(options).items():
+            for name, texts in corpora(options.data, options.sequences).items():
                 out = folder / f"{name}-{options.sequences}-{options.keep}-{refine}"
                 if not out.exists():
                     corpus = write_corpus(folder / f"{name}.jsonl", texts)
@@ -347,40 +344,6 @@ def _datastores(params: Params, tokenizer: specjax.text.Tokenizer, options: Any)
                 ]
             stores.append(Datastore.create(sequences, params.config.vocab_size))
         return stores
-
-
-def write_corpus(path: Path, texts: Sequence[str]) -> Path:
-    """Writes the texts as JSON lines, for `datastore build`."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def corpora(options: Any) -> dict[str, list[str]]:
-    """Shuffled texts of about 800 characters, one sequence each."""
-    with (options.data / "prompts" / "gsm8k_train.jsonl").open() as lines:
-        problems = [json.loads(line) for line in lines]
-    with gzip.open(options.data / "texts" / "classic_books.jsonl.gz", "rt") as lines:
-        books = [json.loads(line)["text"].replace("\r", "") for line in lines]
-    library = Path(sysconfig.get_paths()["stdlib"])
-    modules = [path.read_text(encoding="utf-8") for path in sorted(library.glob("*.py"))]
-    corpora = {
-        "gsm8k": [f"Question: {each['question']}\nAnswer: {each['answer']}" for each in problems],
-        "python": [piece for text in modules for piece in _pieces(text)],
-        "books": [piece for text in books for piece in _pieces(text)],
-    }
-    shuffle = random.Random(0)
-    return {name: shuffle.sample(texts, options.sequences) for name, texts in corpora.items()}
-
-
-def _pieces(text: str) -> list[str]:
-    """Cuts at ends of lines."""
-    pieces, piece = [], ""
-    for line in text.splitlines(keepends=True):
-        piece += line
-        if len(piece) >= 800:
-            pieces.append(piece)
-            piece = ""
-    return pieces
 
 
 CHOICES: tuple[dict[str, Any], ...] = (

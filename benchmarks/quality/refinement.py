@@ -21,8 +21,9 @@ import numpy as np
 from tqdm import tqdm
 
 import specjax
-from benchmarks.quality.compression import KINDS, corpora, write_corpus
+from benchmarks.quality.compression import KINDS
 from benchmarks.support.common import pad, parser, table, text_prompts, write
+from benchmarks.support.corpora import corpora, write_corpus
 from specjax import Autoregressive, Datastore, Params, Retrieval, Sampling
 from specjax.evaluation.corpus import score_sequences, tokenize
 from specjax.generation.decoding import start
@@ -89,7 +90,7 @@ def _scored(
     sequences: list[np.ndarray] = []
     shares, nats = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name, texts in corpora(options).items():
+        for name, texts in corpora(options.data, options.sequences).items():
             corpus = write_corpus(Path(folder, f"{name}.jsonl"), texts)
             own = tokenize(tokenizer, corpus, 256)
             nats.append(score_sequences(params, own, Path(folder, f"{name}.scores"), 8))

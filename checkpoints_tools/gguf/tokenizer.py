@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +63,14 @@ def gguf_tokenizer(header: Header) -> Tokenizer:
 
 
 def _byte_level(header: Header, tokens: list[str]) -> tokenizers.Tokenizer:
-    name = header.get("tokenizer.ggml.pre", str, "default")
+    name = header.get("tokenizer.ggml.pre", str)
+    if name is None:
+        warnings.warn(
+            f"{header.file} does not say how its model splits texts (tokenizer.ggml.pre): they are "
+            "split as GPT-2 does, which may give other tokens; newer converters write it",
+            stacklevel=2,
+        )
+        name = "default"
     if name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise ValueError(f"tokenizer.ggml.pre {shown(name)} is not supported; supported: {known}")

@@ -111,6 +111,15 @@ def test_an_unknown_tokenizer_is_refused_first(tmp_path: Path, monkeypatch, meth
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+def test_a_file_that_names_no_split_warns(tmp_path: Path) -> None:
+    metadata = fields()
+    del metadata["tokenizer.ggml.pre"]
+    file = write_gguf(tmp_path / "model.gguf", metadata, random_tensors())
+    with pytest.warns(UserWarning, match="does not say how its model splits texts"):
+        tokenizer = specjax.load_tokenizer(file)
+    assert tokenizer.decode(tokenizer.encode("the in")) == "the in"
+
+
 def test_convert(file: Path, tmp_path: Path) -> None:
     specjax.convert(file, tmp_path / "out", progress=False)
     params = specjax.load(tmp_path / "out")
