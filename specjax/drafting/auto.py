@@ -47,7 +47,8 @@ _OF_MEMORY = (
 )  # fmt: skip
 _PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each))
 _REMEMBERED = len(_OF_TEXT)  # the first kind of the memory
-_OF_MODEL = 0.9  # the model's acceptance before any is seen
+_OF_MODEL = 0.8  # the model's acceptance before any is seen
+_OF_SURE = 0.9  # and where its drafts end with the first unsure one
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
@@ -260,7 +261,7 @@ class Auto(Drafter):
         is soon more than the token is worth, however sure the model is of it.
         """
         lengths = jnp.arange(1, WIDTHS[-1] + 1)
-        gained = 1 + running_sums(_OF_MODEL**lengths)
+        gained = 1 + running_sums(_OF_SURE**lengths)
         return lengths[jnp.argmax(gained / self._time(lengths, rows))]
 
     def _time(self, drafts: jax.Array, rows: int) -> jax.Array:
