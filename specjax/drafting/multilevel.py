@@ -109,6 +109,12 @@ class MultiLevel(Drafter):
         return self.outer.draft_length
 
     @property
+    def reach(self) -> int:
+        """The last round of the level between writes what `inner` proposes, all but its last
+        drafts being there."""
+        return max(self.draft_length, self.draft_length - 1 + self.inner.reach)
+
+    @property
     def skippable(self) -> bool:
         return self.outer.skippable and self.inner.skippable
 

@@ -78,12 +78,12 @@ def check_ids(ids: Any, name: str = "prompt") -> list[int]:
 
 
 def check_limits(
-    config: ModelConfig, width: int, max_new_tokens: int, draft_length: int, capacity: int | None
+    config: ModelConfig, width: int, max_new_tokens: int, reach: int, capacity: int | None
 ) -> int:
     """Returns the KV slots per row that a decode needs, and checks that they are allowed.
 
     A round writes the last token and all drafts before it knows how many are kept. The last round
-    starts at width + max_new_tokens - 1 tokens at most and writes draft_length slots further.
+    starts at width + max_new_tokens - 1 tokens at most and writes `reach` slots further.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -93,16 +93,14 @@ def check_limits(
             f"prompt of {width} tokens and max_new_tokens={max_new_tokens} make {total}; "
             f"the model has {config.max_position_embeddings} positions"
         )
-    if draft_length > config.max_position_embeddings:
-        raise ValueError(
-            f"draft_length={draft_length} exceeds the model's {config.max_position_embeddings} "
-            "positions"
-        )
-    needed = total + draft_length - 1
+    if reach > config.max_position_embeddings:
+        positions = config.max_position_embeddings
+        raise ValueError(f"drafts of {reach} tokens exceed the {positions} positions of the model")
+    needed = total + reach - 1
     if capacity is not None and capacity < needed:
         raise ValueError(
             f"cache_capacity={capacity} is too small: a prompt of {width} tokens, "
-            f"max_new_tokens={max_new_tokens} and draft_length={draft_length} need {needed} slots"
+            f"max_new_tokens={max_new_tokens} and drafts of {reach} tokens need {needed} slots"
         )
     return needed if capacity is None else capacity
 

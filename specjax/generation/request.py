@@ -116,15 +116,14 @@ class Request:
         )
 
     @property
-    def draft_length(self) -> int:
-        """The most tokens that a round may draft, those of a grammar among them."""
-        return max(self.drafter.draft_length, MOST_FORCED if self.constrained else 0)
+    def reach(self) -> int:
+        """Slots of the KV cache behind a row's text that a round may write, also for tokens that a
+        grammar forces."""
+        return max(self.drafter.reach, MOST_FORCED if self.constrained else 0)
 
     def slots(self, config: ModelConfig, width: int) -> int:
         """KV slots per row for prompts of `width` tokens. Raises ValueError if they do not fit."""
-        return check_limits(
-            config, width, self.max_new_tokens, self.draft_length, self.cache_capacity
-        )
+        return check_limits(config, width, self.max_new_tokens, self.reach, self.cache_capacity)
 
     def for_width(self, params: Params, width: int, rows: int) -> Request:
         """The request for `rows` prompts of up to `width` tokens: `cache_capacity` is a number.

@@ -60,7 +60,7 @@ def make_plan(
 
 def _rows(config: ModelConfig, request: Request, context: int, most: int) -> int:
     """The rows that fit beside the one into which a prompt is read. Raises ValueError if none."""
-    slots = context + request.draft_length - 1
+    slots = context + request.reach - 1
 
     def needed(rows: int) -> int:
         return cache_bytes(config, rows + 1, slots, request.cache_bits)

@@ -37,6 +37,11 @@ class Drafter(abc.ABC):
             """The most tokens proposed per round, N."""
 
     @property
+    def reach(self) -> int:
+        """Slots of the KV cache behind a row's text that a round may write: at least N."""
+        return self.draft_length
+
+    @property
     def skippable(self) -> bool:
         """Whether a round may pass with another proposal, without `propose` and `observe`."""
         return True

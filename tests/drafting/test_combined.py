@@ -137,6 +137,14 @@ def test_greedy_output_does_not_change(name: str) -> None:
         assert int(jnp.sum(level.accepted)) > 0, "nothing was ever accepted"
 
 
+def test_a_tree_below_a_level_needs_room_in_the_cache() -> None:
+    """Four drafts, and the tree that looks for the fifth."""
+    drafter = MultiLevel(QSpec(5), Spectra())
+    needed = len(PROMPTS[0]) + NEW + 4 + Spectra().draft_length - 1
+    with pytest.raises(ValueError, match=f"need {needed} slots"):
+        specjax.decode(INT4, PROMPTS, max_new_tokens=NEW, drafter=drafter, cache_capacity=100)
+
+
 @pytest.mark.exhaustive
 def test_both_sources_count() -> None:
     """A corpus knows one row's text, the window guesses in all: fewer passes than either needs."""

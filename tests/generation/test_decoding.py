@@ -248,7 +248,7 @@ BAD = [
     ({"cache_capacity": 200.5}, "cache_capacity must be an integer, got 200.5"),
     ({"drafter": "qspec"}, "drafter must be a drafter such as .* got 'qspec'"),
     ({"drafter": specjax.QSpec}, "drafter must be a drafter"),
-    ({"drafter": specjax.QSpec(10**6)}, "draft_length=1000000 exceeds the model's 512 positions"),
+    ({"drafter": specjax.QSpec(10**6)}, "drafts of 1000000 tokens exceed the 512 positions"),
     ({"params": "tiny"}, "params must be what specjax.load returns, got str"),
     ({"sampling": 0.8}, "sampling must be a specjax.Sampling or None, got 0.8"),
     ({"sampling": specjax.Sampling(), "key": 42}, "key must be made by jax.random.key, got 42"),
