@@ -3,7 +3,7 @@
 The model is a small trained one, widened (`benchmarks.support.widen`): real prompts, real
 acceptance, and the cost of the large shape. A batch is decoded as a whole by every drafter in turn,
 prompts read inside the time, on the same kernels. `speedup` is plain decoding's time over the
-drafter's, the geometric mean over batches and turns, with its 95 % interval; a nested model is
+drafter's, the geometric mean over batches, with its 95 % interval over them; a nested model is
 compared with plain decoding in bfloat16, whose output it has. `Auto`'s costs are measured before,
 while nothing else runs, and then all programs are compiled at once; `compile_s` is the first call's
 time. Every output is compared with plain decoding's.
@@ -126,7 +126,7 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
     """One row per case."""
     chunks = [
         pad(ids[i : i + batch], options.max_prompt)
-        for i in range(0, max(options.prompts, batch), batch)
+        for i in range(0, max(options.prompts, batch) - batch + 1, batch)
     ]
 
     def decode(name: str, chunk: Chunk) -> specjax.DecodeResult:
@@ -168,7 +168,8 @@ def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> lis
             "compile_s": compiled[name], "device": device_name(),
         }  # fmt: skip
         if plain in cases:
-            speedup = geometric_mean((seconds[plain] / seconds[name]).reshape(-1))
+            ratios = np.log(seconds[plain] / seconds[name])
+            speedup = geometric_mean(np.exp(ratios.mean(axis=0)))
             row |= {
                 "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
                 "identical": sum(

@@ -114,9 +114,10 @@ REAL_MODEL = Page(
                 section_tables.by_drafter, apart=True),
         Section("speed.never_slower", "smollm2_never_slower", "Does the default ever lose?",
                 "`Auto` between two plain decodings of the same target, one batch of real prompts "
-                "per kind, reading included. *speedup*: the median over the turns, with its 95 % "
-                "interval; *control*: the same for one plain decoding over the other; *drafted*: "
-                "tokens, in all rows and rounds.", compact),
+                "per kind, reading included. *speedup*: the median of six turns, the least and the "
+                "greatest in brackets, which hold the median with a probability of 97 %; "
+                "*control*: the same for one plain decoding over the other; *drafted*: tokens, in "
+                "all rows and rounds.", compact),
     ),
 )  # fmt: skip
 
