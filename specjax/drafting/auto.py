@@ -47,7 +47,7 @@ _OF_MEMORY = (
 )  # fmt: skip
 _PRIORS = (*_OF_TEXT, *(prior for each in _OF_MEMORY for prior in each))
 _REMEMBERED = len(_OF_TEXT)  # the first kind of the memory
-_OF_MODEL = 0.8  # the model's acceptance before any is seen
+_OF_MODEL = 0.85  # the model's acceptance before any is seen
 _OF_SURE = 0.9  # and where its drafts end with the first unsure one
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
