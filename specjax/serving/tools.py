@@ -88,12 +88,13 @@ def _read_call(text: str, place: int, names: Collection[str]) -> tuple[Call, int
         return None
     try:
         value, end = _DECODER.raw_decode(text, _after_space(text, place + len(_OPEN)))
+        end = _after_space(text, end)
+        if not text.startswith(_CLOSE, end) or not _is_call(value, names):
+            return None
+        arguments = json.dumps(value["arguments"], ensure_ascii=False, allow_nan=False)
+        arguments.encode()  # half of a pair of surrogates is no text
     except (ValueError, RecursionError):
         return None
-    end = _after_space(text, end)
-    if not text.startswith(_CLOSE, end) or not _is_call(value, names):
-        return None
-    arguments = json.dumps(value["arguments"], ensure_ascii=False)
     return Call(value["name"], arguments), _after_space(text, end + len(_CLOSE))
 
 

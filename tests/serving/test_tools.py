@@ -90,6 +90,8 @@ def wrapped(body: str) -> str:
         wrapped('{"name": "f", "arguments": "{}"}'), wrapped('{"name": "f", "arguments": []}'),
         wrapped('{"name": "f", "arguments": {}, "more": 1}'),
         wrapped('{"name": "f", "arguments": {"a": NaN}}'),
+        wrapped('{"name": "f", "arguments": {"a": 1e999}}'),
+        wrapped(r'{"name": "f", "arguments": {"a": "\ud800"}}'),
         wrapped('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}"),
         wrapped('{"name": "f", "arguments": {"a": ' + "[" * 100_000 + "}}"),
         wrapped("{'name': 'f', 'arguments': {}}"), wrapped('{"name": "f", "arguments": {}}}'),
