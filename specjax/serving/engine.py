@@ -73,7 +73,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.plan, self.metrics, self.params = plan, metrics, params
         self._told = told
-        self.gone: Exception | None = None
+        self.gone: BaseException | None = None
         self._request = dataclasses.replace(request, logprobs=plan.logprobs)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._numbers, self._open = count(), dict[int, tuple[Ask, list[int]]]()
@@ -202,14 +202,14 @@ class Engine:
                     self._turn()
                 except HostGoneError:
                     raise
-                except Exception as error:
+                except BaseException as error:  # a panic in llguidance's Rust is no Exception
                     self._recover(error)
-        except Exception as error:
+        except BaseException as error:
             self.gone, self._moment = error, None
         finally:
             self.drain()
             while not self._inbox.empty():
-                with contextlib.suppress(Exception):  # rows and hosts may be gone; all must be told
+                with contextlib.suppress(BaseException):  # rows may be gone; all must be told
                     self._inbox.get()()
             self._fail("the server ends")
             if self._moment is not None:
@@ -349,7 +349,7 @@ class Engine:
         for number in list(self._open):
             self._close(number, Piece([], None, "error", reason))
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """Ends every open output with an error, and begins with rows that hold nothing."""
         _log.error("the engine failed and starts anew", exc_info=error)
         self.metrics.failed()
