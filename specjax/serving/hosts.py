@@ -8,11 +8,19 @@ carried to them. No other call is made, whatever they are told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import socket
+import threading
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 import jax
@@ -29,6 +37,7 @@ from specjax.speculation.sampling import Sampling
 
 _CALLS = ("add", "fill", "launch", "finished", "take", "drop", "renew")
 _KEY_BYTES, _PORT_BYTES = 32, 2
+_LOOK = 0.05  # seconds between two looks at who is known
 _MOST_BYTES = 2**28  # of a call: a prompt is told as text
 
 
@@ -93,16 +102,24 @@ def meet(host: str) -> Followers | Leader:
         invitation = multihost_utils.broadcast_one_to_all(_invitation(b"", 0)).tobytes()
         key, port = invitation[:_KEY_BYTES], int.from_bytes(invitation[_KEY_BYTES:], "big")
         return Leader(Client((host, port), authkey=key))
-    key = secrets.token_bytes(_KEY_BYTES)
-    with Listener((host, 0), backlog=jax.process_count(), authkey=key) as listener:
-        multihost_utils.broadcast_one_to_all(_invitation(key, listener.address[1]))
-        connections = list[Connection]()
-        while len(connections) < jax.process_count() - 1:
-            try:
-                connections.append(listener.accept())
-            except (AuthenticationError, EOFError, OSError):
-                continue  # a stranger, who may send anything
-    return Followers(connections)
+    key, known = secrets.token_bytes(_KEY_BYTES), list[Connection]()
+    with socket.create_server((host, 0), backlog=jax.process_count()) as listener:
+        listener.settimeout(_LOOK)
+        multihost_utils.broadcast_one_to_all(_invitation(key, listener.getsockname()[1]))
+        while len(known) < jax.process_count() - 1:
+            with contextlib.suppress(OSError):  # nobody has come, or has gone again
+                connection = Connection(listener.accept()[0].detach())
+                threading.Thread(target=_greet, args=(connection, key, known), daemon=True).start()
+    return Followers(known)
+
+
+def _greet(connection: Connection, key: bytes, known: list[Connection]) -> None:
+    """Adds a connection to those whose other end knows the key. A stranger may send anything, or
+    nothing for ever."""
+    with contextlib.suppress(AuthenticationError, EOFError, OSError):
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        known.append(connection)
 
 
 def _invitation(key: bytes, port: int) -> np.ndarray:

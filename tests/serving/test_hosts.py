@@ -9,9 +9,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,29 @@ def test_the_first_host_is_gone() -> None:
     here.close()
     with pytest.raises(HostGoneError, match="the first host of the mesh is gone"):
         next(hosts.Leader(there).calls())
+
+
+def test_hosts_meet_although_a_stranger_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers, leaders = list[socket.socket](), ThreadPoolExecutor(1)
+
+    def invite(invitation: np.ndarray) -> np.ndarray:
+        key, port = invitation[:32].tobytes(), int.from_bytes(invitation[32:].tobytes(), "big")
+        strangers.append(socket.create_connection(("127.0.0.1", port)))
+        found.append(leaders.submit(Client, ("127.0.0.1", port), authkey=key))
+        return invitation
+
+    found = list[Any]()
+    monkeypatch.setattr(hosts.multihost_utils, "broadcast_one_to_all", invite)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    meeting = threading.Thread(target=lambda: found.append(hosts.meet("127.0.0.1")), daemon=True)
+    meeting.start()
+    meeting.join(30)
+    leader, followers = found
+    followers.tell("fill")
+    followers.end()
+    assert list(hosts.Leader(leader.result(30)).calls()) == [["fill"]]
+    leaders.shutdown()
+    strangers[0].close()
 
 
 @pytest.mark.parametrize(
