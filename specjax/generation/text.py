@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 _CONTEXT = 16  # tokens before the next one that can affect its text
@@ -64,28 +65,29 @@ class StopStrings:
     def __init__(
         self, tokenizer: TokenCodec, prompts: Sequence[Sequence[int]], strings: Sequence[str]
     ) -> None:
-        self._tokenizer, self._prompts, self._strings = tokenizer, prompts, tuple(strings)
+        self._watches = [StopWatch(tokenizer, prompt, strings) for prompt in prompts]
 
     def __call__(self, number: int, output: Sequence[int]) -> bool:
-        context = list(self._prompts[number][-_CONTEXT:])
-        text = _continuation(self._tokenizer, context, [*context, *output])
-        return any(string in text for string in self._strings)
+        return self._watches[number](output)
 
 
 class StopWatch:
     """Tells of one output, as it grows, whether its text contains one of some strings.
 
-    It reads every token once, so the output must not change but at its end.
+    It reads every token once; an output that does not begin with the one before is read anew.
     """
 
     def __init__(
         self, tokenizer: TokenCodec, prompt: Sequence[int], strings: Sequence[str]
     ) -> None:
-        self._stream, self._read = TextStream(tokenizer, prompt, strings), 0
+        self._new_stream = partial(TextStream, tokenizer, prompt, strings)
+        self._stream, self._read = self._new_stream(), list[int]()
 
     def __call__(self, output: Sequence[int]) -> bool:
-        self._stream.push(output[self._read :])
-        self._read = len(output)
+        if self._read != list(output[: len(self._read)]):
+            self._stream, self._read = self._new_stream(), []
+        self._stream.push(output[len(self._read) :])
+        self._read = list(output)
         return self._stream.ended
 
 

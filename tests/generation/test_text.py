@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specjax.generation.text import StopStrings, StopWatch, TextStream
+from specjax.generation.text import StopStrings, TextStream
 from tests.support.random_models import CONFIG
 
 
@@ -67,10 +67,25 @@ def test_a_long_text_is_the_same_in_any_pieces() -> None:
 
 
 def test_a_stop_watch_sees_what_the_whole_text_shows() -> None:
+    """Also of an output that became shorter, as where the first token that ends it is sought."""
     stops, codec = ("\n\n", "é!", "end"), ByteTokenizer()
     prompt = list(b"a text")
     for text in ("b é!", "b é?" * 40 + " the end.", "some\n\nmore", "nothing " * 40):
-        output = list(text.encode())
-        whole, watch = StopStrings(codec, [prompt], stops), StopWatch(codec, prompt, stops)
-        for length in range(1, len(output) + 1):
-            assert watch(output[:length]) == whole(0, output[:length]), (text, length)
+        output, watch = list(text.encode()), StopStrings(codec, [prompt], stops)
+        lengths = range(1, len(output) + 1)
+        for length in (*lengths, *reversed(lengths), *lengths[::9]):
+            expected = any(stop in codec.decode(output[:length]) for stop in stops)
+            assert watch(0, output[:length]) == expected, (text, length)
+
+
+def test_the_time_to_watch_for_stops_does_not_grow_with_the_output(monkeypatch) -> None:
+    decode, decoded = ByteTokenizer.decode, list[int]()
+
+    def counted(self: ByteTokenizer, ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", counted)
+    watch = StopStrings(ByteTokenizer(), [[65]], ("end",))
+    assert not any(watch(0, [97] * length) for length in range(1, 1000))
+    assert max(decoded) < 200
