@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import specjax
 from benchmarks.support.common import pad, parser, table, text_prompts, write
 from benchmarks.support.drafter_table import model_drafters
+from benchmarks.support.rounds import finish
 from benchmarks.support.widen import DRAFT, LARGE, layer_blocks, widen
 from specjax import (
     Adaptive,
@@ -43,7 +43,6 @@ from specjax import (
     Params,
 )
 from specjax.generation.decoding import start
-from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Stats
 
 KINDS = ("arithmetic", "python", "prose")
@@ -175,11 +174,7 @@ def _finish(
     params: Params, state: DecodeState, drafter: specjax.Drafter
 ) -> tuple[DecodeState, tuple[Stats, ...]]:
     """The part of `decode` after the prompt is in the cache."""
-    state = lax.while_loop(
-        lambda state: ~jnp.all(state.finished),
-        lambda state: step(params, state, drafter)[0],
-        state,
-    )
+    state = finish(params, state, drafter)
     return state, drafter.levels(state.draft)
 
 

@@ -25,17 +25,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import specjax
 from benchmarks.support.common import pad, parser, table, write
 from benchmarks.support.instruct import MODEL, target
 from benchmarks.support.paired import beside
+from benchmarks.support.rounds import finish
 from specjax import Drafter, Params, QSpec
 from specjax.bench.turns import geometric_mean
 from specjax.drafting.calibration import settled
 from specjax.generation.decoding import start
-from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState
 
 PLAIN = "plain"
@@ -149,12 +148,7 @@ def _finish(params: Params, read: DecodeState, drafter: Drafter) -> DecodeState:
     """Decodes from the end of the prompts on."""
     width = read.tokens.shape[1]
     state = dataclasses.replace(read, draft=drafter.init(params, read, width))
-    done: DecodeState = lax.while_loop(
-        lambda state: ~jnp.all(state.finished),
-        lambda state: step(params, state, drafter)[0],
-        state,
-    )
-    return done
+    return finish(params, state, drafter)
 
 
 def _row(

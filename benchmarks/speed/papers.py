@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tqdm import tqdm
-
 import specjax
 from benchmarks.support.common import COMMIT, parser, table, write
 from benchmarks.support.instruct import MODEL, prompts, target
 from benchmarks.support.papers import TABLES, Table
 from specjax.bench import Cell, Subject, bench
+from specjax.evaluation.progress_bar import progress_bar
 
 
 def main() -> None:
@@ -31,12 +30,7 @@ def main() -> None:
         {kind: [ids for each, ids in asked if each == kind] for kind in chosen.kinds},
     )
     out = options.json and options.json.with_suffix(f".{COMMIT}.jsonl")
-    with tqdm() as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar(leave=True) as show:
         cells = bench(
             [subject], rows=chosen.rows, max_new_tokens=options.max_new_tokens,
             turns=options.turns, out=out, progress=show,

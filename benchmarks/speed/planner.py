@@ -23,22 +23,19 @@ import dataclasses
 import statistics
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 import specjax
 from benchmarks.support import instruct
 from benchmarks.support.common import pad, parser, table, text_prompts, write
+from benchmarks.support.rounds import finish
 from benchmarks.support.widen import DRAFT, LARGE, widen
 from specjax import planning
 from specjax.generation.decoding import start
-from specjax.speculation.rounds import step
-from specjax.speculation.state import DecodeState
 
 BOUND = 0.1
 LENGTHS = {  # per kind: the first is measured, the others are predicted
@@ -175,12 +172,7 @@ def _with_lengths(drafter: Any, lengths: tuple[int, ...]) -> specjax.Drafter:
     return dataclasses.replace(drafter, draft_length=lengths[0])
 
 
-@partial(jax.jit, donate_argnames="state")
-def _run(params: specjax.Params, state: DecodeState, drafter: specjax.Drafter) -> DecodeState:
-    """Runs all rounds."""
-    return lax.while_loop(
-        lambda state: ~state.finished.all(), lambda state: step(params, state, drafter)[0], state
-    )
+_run = jax.jit(finish, donate_argnames="state")
 
 
 def _measure(
