@@ -52,6 +52,9 @@ class Turn(NamedTuple):
 
 def main() -> int:
     options = _options()
+    count = options.prompts * len(KINDS)
+    if count % options.batch:
+        raise ValueError(f"--batch must divide the {count} prompts, got {options.batch}")
     params = target(options.target)
     drafters: dict[str, Drafter] = {
         PLAIN: specjax.Autoregressive(),
