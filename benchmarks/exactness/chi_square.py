@@ -1,4 +1,4 @@
-"""Tests whether sampled texts have exactly the target's distribution: 100,000 per drafter.
+"""Tests whether sampled texts have exactly the target's distribution: 20,000 per drafter.
 
 The script counts the first three tokens after a prompt; no constant draft is longer. The prompt is
 real text, the model's likely continuation, and the text again, so that drafters without a model
@@ -105,7 +105,7 @@ def _options() -> Any:
     add("--model", default="tiny-16bit", help="a 16-bit model")
     add("--draft", required=True, help="a small model of the same tokenizer")
     add("--drafters", nargs="+", help="names, such as 'two levels'; default: all")
-    add("--samples", type=int, default=100_000)
+    add("--samples", type=int, default=20_000)
     add("--rows", type=int, default=500, help="samples per batch")
     add("--prompt", type=int, default=3, help="tokens of real text")
     return parse.parse_args()
