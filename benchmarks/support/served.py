@@ -143,6 +143,8 @@ async def hear(
                 raise RuntimeError(event["error"]["message"])
             tokens = (event.get("usage") or {}).get("completion_tokens", 0)
             for choice in event["choices"]:
+                if not choice["text"]:
+                    continue
                 text += choice["text"]
                 if first:
                     gaps.append(now - before)
