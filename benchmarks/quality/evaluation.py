@@ -1,8 +1,8 @@
 """Checks that `specjax evaluate` gives the right scores, and that a killed run resumes.
 
 table      QSpec's table 3 on one model, by default quantized by Atom and by QuaRot. No answer of
-           QSpec may differ from W4A16's. Scores have half the width of their 95 % interval beside
-           them.
+           QSpec may differ from W4A16's. Scores have the items that they count and Wilson's 95 %
+           interval beside them.
 harness    PIQA's choices and GSM8K's answers, compared item by item with lm-evaluation-harness
            on specjax (`pip install "specjax[lm-eval]"`).
 kills      A run that is killed ten times at random and resumed each time. Its file must equal that
@@ -104,12 +104,24 @@ def _table(options: Any) -> list[dict[str, Any]]:
                 (metric, score), *_ = result.metrics.items()
                 scores[result.task] = score
                 if metric != "perplexity":
-                    items = len(result.records)
-                    scores[f"{result.task}_items"] = items
-                    scores[f"{result.task}_95"] = 1.96 * (score * (1 - score) / items) ** 0.5
+                    items = len(result.records) - result.refused
+                    low, high = _interval(score, items)
+                    scores |= {
+                        f"{result.task}_items": items,
+                        f"{result.task}_low": low,
+                        f"{result.task}_high": high,
+                    }
             rows.append({"model": scheme, "method": row.method, **counts, **scores})
             print(rows[-1], flush=True)
     return rows
+
+
+def _interval(share: float, items: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share, which has a width also where the share is 0 or 1."""
+    least = 1.96**2 / items
+    middle = share + least / 2
+    half = 1.96 * ((share * (1 - share) + least / 4) / items) ** 0.5
+    return (middle - half) / (1 + least), (middle + half) / (1 + least)
 
 
 def _model(scheme: str, tokenizer: Any, options: Any) -> specjax.Params:

@@ -308,7 +308,8 @@ QUALITY = Page(
                 "*ppl*: perplexity by activation precision; *accepted*: token acceptance of "
                 "drafts.", apart=True),
         Section("quality.evaluation", "*evaluation*", "Evaluation",
-                "Beside a score: its items, and half of its 95 % interval.",
+                "Beside a score: its items, and its 95 % interval from *low* to *high*; *95* is "
+                "half of one.",
                 section_tables.by_part, apart=True),
     ),
 )  # fmt: skip
