@@ -10,7 +10,8 @@ are the same calls with the same operands alone. Then prompts are read, with eve
 
 `--peers` names the Python of an environment in which llama.cpp and OpenVINO are installed, as
 `benchmarks/peers/` describes. They measure each case right after specjax: llama.cpp with 8-bit
-activations, OpenVINO with 8-bit ones and with 16-bit ones.
+activations, OpenVINO with 8-bit ones and with 16-bit ones. They have random weights too, and caches
+of 16 bits: they do not go with `--model`, and lines with other caches have no peer.
 """
 
 from __future__ import annotations
@@ -221,13 +222,14 @@ def measure_peers(python: str, case: Sequence[str]) -> list[dict[str, Any]]:
 
 def compare(lines: list[dict[str, Any]]) -> None:
     """Adds to each of our lines its tokens per second over the best peer's in the same case: of
-    all, and of those whose activations have as many bits."""
+    all, and of those whose activations have as many bits. The peers' caches have 16 bits."""
     theirs = [line for line in lines if line["engine"] != "specjax"]
-    for line in lines:
+    ours = [line for line in lines if line["engine"] == "specjax"]
+    for line in (line for line in ours if line.get("cache_bits", 16) == 16):
         equal = [peer for peer in theirs if peer["new_tokens"] == line["new_tokens"]]
         same = [peer for peer in equal if peer["activation"] == line["activation"]]
         for name, others in (("over_best_peer", equal), ("over_best_same_bits", same)):
-            if line["engine"] == "specjax" and others:
+            if others:
                 best = max(peer["tokens_per_second"] for peer in others)
                 line[name] = line["tokens_per_second"] / best
 
@@ -243,6 +245,8 @@ def main() -> None:
     parser.add_argument("--model", help="what specjax.load reads, instead of random weights")
     parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
     options = parser.parse_args()
+    if options.model and options.peers:
+        raise ValueError(f"--model must be left out beside --peers, got {options.model!r}")
     if options.model is None:
         models = [random_params(head) for head in options.heads]
     else:
