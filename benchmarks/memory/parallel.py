@@ -20,10 +20,10 @@ import numpy as np
 
 import specjax
 from benchmarks.support.common import parser, table, write
-from pallas_kernels.formats import int4_from_integers, plain_weight
+from benchmarks.support.random_layers import random_layers
+from pallas_kernels.formats import plain_weight
 from specjax.generation.decoding import start
-from specjax.model.layers import Layer, Linear
-from specjax.model.params import linear_shapes
+from specjax.model.layers import Linear
 
 MESHES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 4))
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
@@ -77,26 +77,13 @@ def random_model() -> specjax.Params:
         num_kv_heads=8, head_dim=64, max_position_embeddings=2048,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-
-    def linear(n: int, k: int) -> Linear:
-        q = jnp.asarray(rng.integers(-8, 8, (n, k)), jnp.int8)
-        scales = jnp.full((n, k // 128), 0.3 * k**-0.5, jnp.bfloat16)
-        return Linear(int4_from_integers(q, scales))
-
-    ones = jnp.ones(config.hidden_size, jnp.bfloat16)
-    layers = tuple(
-        Layer(
-            attention_norm=ones,
-            mlp_norm=ones,
-            **{name: linear(*shape) for name, shape in linear_shapes(config).items()},
-        )
-        for _ in range(config.num_layers)
-    )
+    layers = random_layers(rng, config)
     shape = config.vocab_size, config.hidden_size
     embedding, head = (
         plain_weight(jnp.asarray(rng.normal(size=shape), jnp.bfloat16)) for _ in "eh"
     )
-    return specjax.Params(embedding, layers, ones, Linear(head), config)
+    norm = jnp.ones(config.hidden_size, jnp.bfloat16)
+    return specjax.Params(embedding, layers, norm, Linear(head), config)
 
 
 def decode(

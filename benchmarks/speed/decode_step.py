@@ -34,13 +34,14 @@ from jax import lax
 import specjax
 from benchmarks import peers
 from benchmarks.support import common
+from benchmarks.support.random_layers import random_int4, random_layers
 from pallas_kernels.attention import attention
-from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Quantized
+from pallas_kernels.formats import Bfloat16Weight, Quantized
 from pallas_kernels.weights import Weight
 from specjax.model.config import ModelConfig
 from specjax.model.kv_cache import KVCache
 from specjax.model.layers import Layer, Linear, over_layers
-from specjax.model.params import Params, linear_shapes, prepack
+from specjax.model.params import Params, prepack
 from specjax.model.transformer import forward, linear, linears
 from specjax.speculation.sampling import greedy
 
@@ -53,26 +54,15 @@ def random_params(head: str) -> Params:
     """Random 4-bit layers, a 16-bit embedding, and a head of 4 or 16 bits."""
     rng = np.random.default_rng(0)
 
-    def int4(n: int, k: int) -> Weight:
-        packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), dtype=np.uint8))
-        scales = jnp.asarray(rng.uniform(0.001, 0.004, (n, k // 128)), jnp.bfloat16)
-        return Int4Weight(packed, scales, k)
-
     def wide(n: int, k: int) -> Weight:
         row = jnp.asarray(rng.normal(size=(1, k)) * 0.02, jnp.bfloat16).view(jnp.uint16)
         return Bfloat16Weight(jnp.tile(row, (n, 1)))
 
-    ones = jnp.ones(CONFIG.hidden_size, jnp.bfloat16)
-    layers = tuple(
-        Layer(
-            attention_norm=ones, mlp_norm=ones,
-            **{name: Linear(int4(*shape)) for name, shape in linear_shapes(CONFIG).items()},
-        )
-        for _ in range(CONFIG.num_layers)
-    )  # fmt: skip
+    layers = random_layers(rng, CONFIG)
     shape = (CONFIG.vocab_size, CONFIG.hidden_size)
-    lm_head = Linear(int4(*shape) if head == "int4" else wide(*shape))
-    return prepack(Params(wide(*shape), layers, ones, lm_head, CONFIG))
+    lm_head = Linear(random_int4(rng, *shape) if head == "int4" else wide(*shape))
+    norm = jnp.ones(CONFIG.hidden_size, jnp.bfloat16)
+    return prepack(Params(wide(*shape), layers, norm, lm_head, CONFIG))
 
 
 @partial(jax.jit, static_argnames=("new_tokens", "activation", "steps"), donate_argnames="cache")

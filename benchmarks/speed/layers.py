@@ -17,10 +17,9 @@ import numpy as np
 
 import specjax
 from benchmarks.support.common import parser, table, write
-from pallas_kernels.formats import int4_from_integers
+from benchmarks.support.random_layers import random_layers
 from specjax.model.kv_cache import KVCache
-from specjax.model.layers import Layer, Linear
-from specjax.model.params import linear_shapes, unstack_layers
+from specjax.model.params import unstack_layers
 from specjax.model.transformer import forward
 
 
@@ -62,25 +61,12 @@ def _time(variants: dict[str, specjax.Params], repeats: int) -> dict[str, dict[s
 
 
 def _random(layers: int, hidden: int) -> specjax.Params:
-    """A 4-bit model of random integers."""
+    """A model of random 4-bit layers."""
     config = specjax.ModelConfig(1024, hidden, 3 * hidden, layers, hidden // 64, 2, 64)
     rng = np.random.default_rng(0)
-
-    def quantized(n: int, k: int) -> Linear:
-        q = jnp.asarray(rng.integers(-7, 8, (n, k)), jnp.int8)
-        return Linear(int4_from_integers(q, jnp.full((n, k // 128), 0.01, jnp.bfloat16)))
-
-    ones = jnp.ones(hidden, jnp.bfloat16)
-    blocks = tuple(
-        Layer(
-            attention_norm=ones,
-            mlp_norm=ones,
-            **{name: quantized(*shape) for name, shape in linear_shapes(config).items()},
-        )
-        for _ in range(layers)
-    )
     embedding = jnp.asarray(rng.normal(size=(1024, hidden)), jnp.bfloat16)
-    return specjax.Params(embedding, blocks, ones, None, config)
+    norm = jnp.ones(hidden, jnp.bfloat16)
+    return specjax.Params(embedding, random_layers(rng, config), norm, None, config)
 
 
 if __name__ == "__main__":
