@@ -165,7 +165,8 @@ def check_is_drafter(drafter: object, name: str = "drafter") -> None:
         check_is_drafter(getattr(drafter, field), f"{field} of {article} {own}")
     if not hasattr(drafter, "draft_length"):
         raise ValueError(f"{name} must have a draft_length, and {own} has none")
-    if jax.tree.leaves(drafter) == [drafter]:
+    leaves = jax.tree.leaves(drafter)
+    if len(leaves) == 1 and leaves[0] is drafter:
         raise ValueError(
             f"{name} must be a pytree, and {own} is none: register its class by "
             "jax.tree_util.register_dataclass"

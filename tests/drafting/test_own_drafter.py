@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import specjax
@@ -42,6 +43,19 @@ def test_the_base_class_does_the_rest(wrong_types: None) -> None:
     assert drafter.init(None, None, 1) is None
     assert drafter.observe("state", None) == "state" and drafter.levels(None) == ()
     drafter.validate(None, 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OfTable(Zeros):
+    """Its one leaf is an array of NumPy, whose comparison has no truth value."""
+
+    draft_length: int = jax.tree.static(default=1)
+    table: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(3))
+
+
+def test_a_drafter_with_one_array_is_one() -> None:
+    check_is_drafter(OfTable())
 
 
 def test_a_drafter_without_propose_cannot_be_made() -> None:
