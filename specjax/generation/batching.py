@@ -199,7 +199,7 @@ def _ends(batch: Batch, stop_when: StopWhen | None) -> dict[int, int]:
     for row, prompt in batch.running.items():
         number, begin = prompt.number, len(prompt.tokens)
         output = tokens[row, begin : lengths[row]].tolist()
-        if stop_when(number, output):
+        if output and stop_when(number, output):
             counts = range(1, len(output))
             ends[row] = begin + 1 + bisect.bisect_left(
                 counts, True, key=lambda count: stop_when(number, output[:count])

@@ -111,6 +111,14 @@ def test_no_door_gives_a_text(sampling: specjax.Sampling | None) -> None:
         list(specjax.stream(HUGE, PROMPTS[0], **options))
 
 
+def test_a_row_without_a_token_is_not_stopped() -> None:
+    """Not by a `stop_when` that is true of everything: the row failed, and has no output to end."""
+    options = {"max_new_tokens": NEW, "drafter": specjax.PromptLookup(2)}
+    (completion,) = specjax.decode_many(HUGE, PROMPTS[:1], stop_when=lambda *_: True, **options)
+    assert completion.tokens.tolist() == PROMPTS[0]
+    assert "NaN or infinite logits after 0 new tokens" in completion.error
+
+
 def test_a_row_that_failed_serves_the_next_prompt(plain: specjax.DecodeResult) -> None:
     unused = next(iter({*range(CONFIG.vocab_size)} - {*np.ravel(plain.tokens).tolist()}))
     failing = [[1, unused, *PROMPTS[0]], [1, unused]]  # NaN where a prompt is read, and in a row
