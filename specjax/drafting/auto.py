@@ -117,6 +117,9 @@ class Auto(Drafter):
         for many prompts (`decode_many`, `generate`, `stream_many`) an empty one, which they share;
         elsewhere none. Not for a model that is divided over a mesh.
 
+    Inside a MultiLevel an Auto measures nothing: `costs` that are None are estimated, and a `draft`
+    that is None is none.
+
     Raises ValueError where `draft` or `memory` is something else.
     """
 
