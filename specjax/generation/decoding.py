@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -244,7 +244,8 @@ def empty_cache(params: Params, request: Request, rows: int) -> KVCache:
 def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> DecodeState:
     """Returns the state before the first round. The cache holds every prompt token but the last.
 
-    `shared` is not set yet."""
+    `shared` is not set yet. Raises ValueError where the drafter's own state lacks the axis of rows.
+    """
     tokens, lengths, limits, keys, sampling = rows
     count, width = tokens.shape
     pad_id = params.config.pad_id
@@ -272,4 +273,16 @@ def begin(params: Params, request: Request, cache: KVCache, rows: Rows) -> Decod
         vocab_size=params.config.vocab_size,
         logprobs=logprobs,
     )
-    return dataclasses.replace(state, draft=request.drafter.init(params, state, width))
+    draft = request.drafter.init(params, state, width)
+    _check_draft(request.drafter, draft, count)
+    return dataclasses.replace(state, draft=draft)
+
+
+def _check_draft(drafter: Drafter, draft: Any, rows: int) -> None:
+    """Raises ValueError unless every array of the drafter's own state has the rows first."""
+    for leaf in jax.tree.leaves(draft, is_leaf=lambda node: isinstance(node, KVCache)):
+        if not isinstance(leaf, KVCache) and jnp.shape(leaf)[:1] != (rows,):
+            raise ValueError(
+                f"init of a drafter must return arrays whose first axis is the {rows} rows of the "
+                f"batch, and {type(drafter).__name__}'s returns one of shape {jnp.shape(leaf)}"
+            )

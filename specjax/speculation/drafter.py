@@ -66,7 +66,8 @@ class Drafter(abc.ABC):
           width: the prompts end within the first `width` of the state's tokens.
 
         Returns:
-          A pytree. None where the drafter keeps nothing, which is the default.
+          A pytree of arrays, whose first axis is the rows, and of KV caches. None where the drafter
+          keeps nothing, which is the default.
         """
         return None
 

@@ -14,6 +14,7 @@ import pytest
 import specjax
 from specjax.speculation.drafter import check_is_drafter
 from specjax.speculation.state import Proposal
+from tests.support.random_models import random_model
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "write_a_drafter.md"
 
@@ -56,6 +57,21 @@ class OfTable(Zeros):
 
 def test_a_drafter_with_one_array_is_one() -> None:
     check_is_drafter(OfTable())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counting(Zeros):
+    """Its state is one number for all rows."""
+
+    def init(self, params, state, width):
+        return jnp.int32(0)
+
+
+def test_a_state_without_rows_is_refused() -> None:
+    """Rows of a continuous batch come and go, each with its own part of the state."""
+    with pytest.raises(ValueError, match=r"first axis is the 2 rows .* Counting's .* shape \(\)"):
+        specjax.decode(random_model(), [[1, 2], [3, 4]], drafter=Counting(2), max_new_tokens=2)
 
 
 def test_a_drafter_without_propose_cannot_be_made() -> None:
