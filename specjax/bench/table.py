@@ -16,7 +16,7 @@ HEADER = (
 )  # fmt: skip
 ALL = "all"
 _PLACES = 6  # of a round that are shown
-_ENVIRONMENT = ("processor", "device", "cores", "jax", "specjax", "commit")
+_TOLD = ("processor", "device", "cores", "jax", "specjax", "commit", "cache_bits")
 
 
 def format_cells(measured: Iterable[tuple[Record, Sequence[Cell]]]) -> str:
@@ -43,7 +43,7 @@ def format_table(cells: Sequence[Cell]) -> str:
 
 def _described(settings: Record) -> str:
     """Where and how a run was measured, in one line."""
-    told = [f"{name} {_value(settings[name])}" for name in _ENVIRONMENT if settings.get(name)]
+    told = [f"{name} {_value(settings[name])}" for name in _TOLD if settings.get(name)]
     new = settings.get("max_new_tokens")
     return ", ".join(told) + f"; up to {_value(new)} new tokens, greedy"
 
@@ -53,13 +53,18 @@ def _value(value: object) -> str:
 
 
 def _together(cells: Sequence[Cell]) -> list[Cell]:
-    """For each model, drafter and batch size with several sets of prompts, all of them together."""
+    """For each model, drafter and batch size with several sets of prompts, all of them together.
+
+    A set that several runs measured counts once, by its last cell.
+    """
 
     def key(cell: Cell) -> tuple[str, int, str]:
         return cell.model, cell.rows, cell.drafter
 
-    groups = [list(group) for _, group in groupby(sorted(cells, key=key), key)]
-    return [merged(group, ALL) for group in groups if len(group) > 1]
+    groups = (
+        {cell.texts: cell for cell in group} for _, group in groupby(sorted(cells, key=key), key)
+    )
+    return [merged(list(sets.values()), ALL) for sets in groups if len(sets) > 1]
 
 
 def _line(cell: Cell) -> list[str]:

@@ -123,8 +123,8 @@ def _bench(options: argparse.Namespace) -> None:
             subjects, rows=chosen.rows, max_new_tokens=chosen.max_new_tokens, turns=chosen.turns,
             cache_bits=options.cache_bits, out=options.out, progress=progress,
         )  # fmt: skip
-    settings = {**environment(), "max_new_tokens": chosen.max_new_tokens}
-    print(format_cells([(settings, cells)]))
+    settings = {"max_new_tokens": chosen.max_new_tokens, "cache_bits": options.cache_bits}
+    print(format_cells([(environment() | settings, cells)]))
 
 
 def _read(chosen: _Usual, sample_seed: int | None) -> dict[str, Sequence[str]]:

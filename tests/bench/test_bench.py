@@ -210,6 +210,21 @@ def test_the_table_begins_with_losses() -> None:
     assert other.count("| model |") == 2
 
 
+def test_a_set_that_two_runs_measured_counts_once() -> None:
+    """Runs with other drafters share plain decoding, and those with other caches share no table."""
+    runs = [
+        [_cell(PLAIN, 1.0, identical=same), _cell(name, 2.0)] for name, same in (("a", 0), ("b", 1))
+    ]
+    settings = {"max_new_tokens": 64, "cache_bits": 16}
+    together = format_cells([(settings, run) for run in runs])
+    assert together.startswith("cache_bits 16; up to") and "| all |" not in together
+    apart = format_cells([(settings, runs[0]), ({**settings, "cache_bits": 4}, runs[1])])
+    assert apart.count("| model |") == 2
+    two = format_cells([(settings, [*runs[0], *runs[1], _cell(PLAIN, 1.0, texts="two")])])
+    (line,) = (line for line in two.splitlines() if "| all |" in line)
+    assert line.endswith("| yes |")  # and not of three prompts
+
+
 def test_turns_begin_with_another_program_each_time() -> None:
     order: list[tuple[str, int]] = []
     programs = {
