@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from specjax.checks import check_integer
 from specjax.drafting import Autoregressive, Drafter
 from specjax.evaluation.digests import digest
 from specjax.evaluation.runs import Results
-from specjax.generation.decoding import DecodeResult, decode
+from specjax.generation.decoding import DecodeResult, decode, failure
 from specjax.generation.request import Request
 from specjax.model.params import Params
 from specjax.speculation.state import Stats
@@ -107,7 +108,8 @@ def bench(
 
     Raises:
       ValueError: an argument is out of its range, a set has fewer prompts than a batch, a drafter
-        cannot draft for a model, or `out` holds other results.
+        cannot draft for a model, a model gives NaN or infinite logits, or `out` holds other
+        results.
     """
     counts = [("rows", each) for each in rows]
     for name, value in (*counts, ("turns", turns), ("max_new_tokens", max_new_tokens)):
@@ -214,9 +216,11 @@ def _measured(group: _Group, turns: int, ran: Callable[[], None]) -> list[Cell]:
     programs = {name: partial(answer, drafter) for name, drafter in group.drafters.items()}
     for chunk in {chunk.width: chunk for chunk in group.chunks}.values():
         for name, drafter in group.drafters.items():  # compiles
-            jax.block_until_ready(programs[name](chunk))
+            _check_finite(group, programs[name](chunk))
             halved(drafter, chunk, most=1)
     seconds, results = take_turns(programs, group.chunks, turns, ran)
+    for result in chain.from_iterable(results.values()):
+        _check_finite(group, result)
     plain = [np.asarray(result.tokens) for result in results[PLAIN]]
     cells = []
     for name, drafter in group.drafters.items():
@@ -228,6 +232,13 @@ def _measured(group: _Group, turns: int, ran: Callable[[], None]) -> list[Cell]:
         timed = float(seconds[name].mean(axis=0).sum())
         cells.append(_cell(group, name, results[name], plain, ratios, timed, halves))
     return cells
+
+
+def _check_finite(group: _Group, result: DecodeResult) -> None:
+    """Raises ValueError if a row failed: it has no whole output to compare or to time."""
+    failed = np.flatnonzero(result.failed)
+    if failed.size:
+        raise ValueError(f"{group.name}: {failure(int(result.stats.generated[failed[0]]))}")
 
 
 def _cell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from specjax.bench.cells import PLAIN, Cell, merged
 from specjax.bench.environment import environment
 from specjax.bench.table import format_cells
 from specjax.bench.turns import geometric_mean, take_turns
-from tests.support.random_models import quantized_model, random_prompts
+from tests.support.random_models import quantized_model, random_model, random_prompts
 
 PARAMS = quantized_model(group_size=32)
 PROMPTS = random_prompts((9, 12, 5, 16), PARAMS.config.vocab_size)
@@ -56,6 +57,21 @@ def test_programs_may_be_forgotten_after_every_group(monkeypatch) -> None:
     subject = Subject("random", PARAMS, {}, {"first": PROMPTS[:1], "second": PROMPTS[:1]})
     bench([subject], max_new_tokens=2, turns=1)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("prompts", "answers"), [([[1, 7]], 0), ([[1, 7], [1, 2]], 2)])
+def test_a_model_that_fails_is_not_measured(prompts: list[list[int]], answers: int) -> None:
+    """It cannot read a token. The last prompt of a width is answered once before any is timed."""
+    sound = random_model()
+    params = dataclasses.replace(sound, embedding=sound.embedding.at[7].set(np.nan))
+    shown: list[tuple[int, int]] = []
+    message = "damaged, one, rows=1: the model gave NaN or infinite logits after 0 new tokens"
+    with pytest.raises(ValueError, match=message):
+        bench(
+            [Subject("damaged", params, {}, {"one": prompts})], max_new_tokens=1, turns=1,
+            progress=lambda *each: shown.append(each),
+        )  # fmt: skip
+    assert len(shown) == answers
 
 
 def test_counts_are_those_of_decode(cells) -> None:
