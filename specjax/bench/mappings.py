@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from specjax.files import kept_programs
+
 _MAPPINGS = Path("/proc/self/maps")
 _LIMIT = Path("/proc/sys/vm/max_map_count")
 
@@ -26,3 +28,4 @@ def forget_programs(share: float = 0.25) -> None:
         return
     if taken > share * limit:
         jax.clear_caches()
+        kept_programs.forget()

@@ -75,6 +75,11 @@ def kept(program: Any, *args: Any, **static: Hashable) -> Callable[..., Any]:
         return usual
 
 
+def forget() -> None:
+    """Drops the programs loaded from files. One that is needed again is loaded again."""
+    _loaded.cache_clear()
+
+
 @lru_cache(maxsize=256)
 def _name(
     program: Any, tree: Any, types: Hashable, static: Hashable, settings: tuple[Hashable, ...]
