@@ -33,7 +33,7 @@ from specjax.drafting.costs import WIDTHS
 from specjax.evaluation.progress_bar import progress_bar
 from specjax.files.json_lines import read_text
 from specjax.model.sizes import FORMATS, in_units, most_that_fits
-from specjax.planning.speed import LONGEST, Level
+from specjax.planning.speed import LONGEST, Level, check_longest, fastest_for_each
 
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 MOST_ROWS = 4096  # that the memory plan tries
@@ -244,9 +244,10 @@ def _best_by_length(
     """For each draft length of the first drafter the best of those below it, and what they give."""
     target, *inner = levels
     rows = []
-    for n in range(1, planning.speed.check_longest(longest) + 1):
+    lengths = range(1, check_longest(longest) + 1)
+    fastest = fastest_for_each(lengths, inner, draft_cost, longest)
+    for n, below in zip(lengths, fastest, strict=True):
         first = dataclasses.replace(target, draft_length=n)
-        below = planning.fastest_drafts(n, inner, draft_cost, longest)
         rows.append(
             {
                 "draft length": n,

@@ -14,9 +14,9 @@ needs.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 from specjax.checks import check_integer
 
@@ -82,12 +82,17 @@ def expected_rounds(tokens: int, acceptance: float, draft_length: int) -> float:
     """
     check_share("acceptance", acceptance)
     check_length(draft_length)
+    return _rounds(tokens, acceptance, draft_length)[tokens]
+
+
+def _rounds(tokens: int, acceptance: float, draft_length: int) -> list[float]:
+    """`expected_rounds` until there are 0, 1, … `tokens` tokens."""
     gains = [(1 - acceptance) * acceptance**k for k in range(draft_length)]
     gains.append(acceptance**draft_length)
     rounds: list[float] = [0.0]
     for n in range(1, tokens + 1):
-        rounds.append(1 + sum(p * rounds[max(n - k - 1, 0)] for k, p in enumerate(gains)))
-    return rounds[tokens]
+        rounds.append(1 + sum(p * rounds[n - k - 1] for k, p in enumerate(gains[:n])))
+    return rounds
 
 
 def speedup(levels: Level | Sequence[Level], draft_cost: float, tokens: int | None = None) -> float:
@@ -145,12 +150,12 @@ def best_draft_lengths(
       ValueError: as `speedup` does.
     """
     target, *inner = _as_levels(levels)
+    lengths = range(1, check_longest(longest) + 1)
     tried = (
-        (
-            dataclasses.replace(target, draft_length=n),
-            *fastest_drafts(n, inner, draft_cost, longest),
+        (dataclasses.replace(target, draft_length=n), *below)
+        for n, below in zip(
+            lengths, fastest_for_each(lengths, inner, draft_cost, longest), strict=True
         )
-        for n in range(1, check_longest(longest) + 1)
     )
     return max(tried, key=lambda each: speedup(each, draft_cost))
 
@@ -159,15 +164,34 @@ def fastest_drafts(
     tokens: int, levels: Sequence[Level], draft_cost: float, longest: int = LONGEST
 ) -> tuple[Level, ...]:
     """Chooses the draft lengths with the smallest `draft_time` for so many tokens."""
-    lengths = itertools.product(range(1, check_longest(longest) + 1), repeat=len(levels))
-    tried = (
-        tuple(
-            dataclasses.replace(level, draft_length=n)
-            for level, n in zip(levels, each, strict=True)
-        )
-        for each in lengths
-    )
-    return min(tried, key=lambda each: draft_time(tokens, each, draft_cost))
+    return _fastest([tokens], levels, draft_cost, check_longest(longest))[0][1]
+
+
+def fastest_for_each(
+    counts: Sequence[int], levels: Sequence[Level], draft_cost: float, longest: int = LONGEST
+) -> list[tuple[Level, ...]]:
+    """`fastest_drafts` for each of several numbers of tokens, in about the time of one."""
+    return [below for _, below in _fastest(counts, levels, draft_cost, check_longest(longest))]
+
+
+def _fastest(
+    counts: Sequence[int], levels: Sequence[Level], draft_cost: float, longest: int
+) -> list[tuple[float, tuple[Level, ...]]]:
+    """For each number of tokens, the smallest `draft_time`, and the levels that have it.
+
+    The best lengths below a level depend on its own length alone, so each is looked for once.
+    """
+    if not levels:
+        return [(tokens * draft_cost, ()) for tokens in counts]
+    first, *inner = levels
+    lengths, tried = range(1, longest + 1), []
+    for n, (time, below) in zip(
+        lengths, _fastest(lengths, inner, draft_cost, longest), strict=True
+    ):
+        level = dataclasses.replace(first, draft_length=n)
+        cost, rounds = time + level.verification(n), _rounds(max(counts), level.acceptance, n)
+        tried.append([(rounds[tokens] * cost, (level, *below)) for tokens in counts])
+    return [min(each, key=itemgetter(0)) for each in zip(*tried, strict=True)]
 
 
 def ml_specqd_speedup(

@@ -150,6 +150,19 @@ def test_best_draft_lengths_are_the_best() -> None:
     assert planning.speedup(best, 0.02) == most
 
 
+def test_the_search_takes_no_longer_with_every_level_than_it_must() -> None:
+    """It finds what all combinations hold, and ends with three levels of up to 64 drafts."""
+    levels = [Level(0.8, pass_cost=0.3, row_cost=0.01), Level(0.5, pass_cost=0.1)]
+    found = planning.fastest_drafts(5, levels, 0.02, 4)
+    tried = (
+        [dataclasses.replace(level, draft_length=n) for level, n in zip(levels, each, strict=True)]
+        for each in itertools.product(range(1, 5), repeat=2)
+    )
+    assert list(found) == min(tried, key=lambda each: draft_time(5, each, 0.02))
+    best = planning.best_draft_lengths([Level(0.9), *levels], 0.02, 64)
+    assert planning.best_draft_lengths([Level(0.9), *levels], 0.02, 32) == best
+
+
 def test_measured_costs_go_before_the_line() -> None:
     level = Level(0.5, 2, row_cost=0.1, measured=(1.0, 1.0, 1.5))
     assert [level.verification(n) for n in (0, 2, 3)] == [1.0, 1.5, pytest.approx(1.3)]
