@@ -18,15 +18,16 @@ from jax import lax
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.settings import own_settings
-from specjax.checks import check_integer
-from specjax.drafting import Adaptive, Autoregressive, Drafter, MultiLevel
+from specjax.checks import check_integer, shown
+from specjax.drafting import Adaptive, Auto, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, start
 from specjax.generation.prompts import Prompt, normalize_prompt
 from specjax.generation.request import row_keys, row_sampling
 from specjax.model.params import Params, check_is_params
 from specjax.planning.speed import Level, draft_time, speedup
+from specjax.speculation.drafter import check_is_drafter
 from specjax.speculation.sampling import Sampling
-from specjax.speculation.state import DecodeState
+from specjax.speculation.state import DecodeState, Proposal
 from specjax.speculation.timing import Timed, relative, seconds, verify_repeatedly
 from specjax.speculation.verification import verify
 
@@ -90,17 +91,20 @@ def measure(
       The measurement.
 
     Raises:
-      ValueError: as `specjax.decode` does; the drafter proposes nothing; `turns` is less than 1, or
-        `rows` not in 1 … the number of prompts.
+      ValueError: as `specjax.decode` does; the last drafter proposes nothing, trees, or what pays
+        (`Auto`); `turns` is less than 1, or `rows` not in 1 … the number of prompts.
     """
     check_is_params(params)
     if check_integer("turns", turns) < 1:
         raise ValueError(f"turns must be at least 1, got {turns}")
+    check_is_drafter(drafter)
     drafter = _of_fixed_length(drafter)
     tokens, lengths = normalize_prompt(prompts, prompt_lengths, params.config)
     count = tokens.shape[0]
     keys, sampling = row_keys(sampling, key, count), row_sampling(sampling, count)
     batches = _batches(_Batch(tokens, lengths, keys, sampling), count, rows)
+    models = _chain(_Model(params, "a16", None, drafter, 0))
+    _check_chain(models[-1], batches[0], max_new_tokens)
     results = [
         decode(
             params, batch.tokens, prompt_lengths=batch.lengths, drafter=drafter, key=batch.keys,
@@ -108,9 +112,6 @@ def measure(
         )
         for batch in batches
     ]  # fmt: skip
-    if drafter.draft_length == 0:
-        raise ValueError(f"drafter must propose something, got {drafter!r}")
-    models = _chain(_Model(params, "a16", None, drafter, 0))
     costs, draft_cost, seconds = _costs(models, batches[0], max_new_tokens, turns)
     counts = jax.tree.map(
         lambda *parts: jnp.concatenate(parts),
@@ -162,11 +163,26 @@ class _Model(NamedTuple):
     lag: int
 
 
+def _check_chain(model: _Model, batch: _Batch, max_new_tokens: int) -> None:
+    """Raises ValueError unless the last model's drafter proposes chains, whatever they cost."""
+    drafter = model.drafter
+
+    def proposal() -> Proposal:
+        return drafter.propose(model.params, batch.start(model.params, drafter, max_new_tokens))[0]
+
+    if drafter.draft_length == 0:
+        raise ValueError(f"drafter must propose something, got {shown(drafter)}")
+    if isinstance(drafter, Auto) or jax.eval_shape(proposal).parents is not None:
+        raise ValueError(
+            f"drafter must propose chains, neither trees nor what pays (Auto), got {shown(drafter)}"
+        )
+
+
 def _of_fixed_length(drafter: Any) -> Any:
-    """The drafter without what ends its drafts early. `decode` refuses what is not a drafter."""
+    """The drafter without what ends its drafts early."""
     if isinstance(drafter, MultiLevel):
         return MultiLevel(_of_fixed_length(drafter.outer), _of_fixed_length(drafter.inner))
-    if isinstance(drafter, type) or not dataclasses.is_dataclass(drafter):
+    if not dataclasses.is_dataclass(drafter):
         return drafter
     names = {field.name for field in dataclasses.fields(drafter)}
     changes = dict.fromkeys(names & {"schedule", "confidence"})

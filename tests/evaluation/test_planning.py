@@ -26,6 +26,7 @@ from tests.support.random_models import CONFIG, random_model
 SHARES = (0.0, 0.3, 0.85, 1.0)
 MODEL = random_model(dataclasses.replace(CONFIG, num_layers=4))
 PROMPTS = [[5, 9, 2, 44, 71, 3], [8, 8, 1]]
+SKIP, PLAIN = specjax.LayerSkip((0,)), specjax.Autoregressive()
 
 
 # Every way in which N drafts can be judged, with its probability.
@@ -189,12 +190,25 @@ def test_measured_costs_go_before_the_line() -> None:
         (lambda: planning.search_layers(MODEL, [1, 2]), r"tokens must be int32\[S, T\]"),
         (lambda: planning.search_layers(MODEL, [[1, 96]]), "tokens must be in 0 … 95"),
         (lambda: planning.search_layers(MODEL, [[1, 2]], least=4), "least must be in 1 … 3"),
-        (lambda: planning.measure(MODEL, specjax.LayerSkip((0,)), PROMPTS, turns=0), "turns"),
-        (lambda: planning.measure(MODEL, specjax.LayerSkip((0,)), PROMPTS, rows=9), "rows must be"),
+        (lambda: planning.measure(MODEL, SKIP, PROMPTS, turns=0), "turns"),
+        (lambda: planning.measure(MODEL, SKIP, PROMPTS, rows=9), "rows must be"),
         (lambda: planning.measure(MODEL, "fast", PROMPTS), "drafter must be a drafter"),
         (
-            lambda: planning.measure(MODEL, specjax.Autoregressive(), PROMPTS, max_new_tokens=1),
+            lambda: planning.measure(MODEL, PLAIN, PROMPTS, max_new_tokens=1),
             "drafter must propose something",
+        ),
+        (
+            lambda: planning.measure(MODEL, specjax.MultiLevel(SKIP, PLAIN), PROMPTS),
+            "drafter must propose something",
+        ),
+        (lambda: planning.measure(MODEL, specjax.Auto(), PROMPTS), "must propose chains"),
+        (
+            lambda: planning.measure(MODEL, specjax.MultiLevel(SKIP, specjax.Auto()), PROMPTS),
+            "must propose chains",
+        ),
+        (
+            lambda: planning.measure(MODEL, specjax.Spectra(window=2, guesses=2), PROMPTS),
+            "chains, neither trees nor what pays .Auto., got Spectra",
         ),
     ],
 )
