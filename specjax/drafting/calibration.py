@@ -68,10 +68,21 @@ class Point(NamedTuple):
     context: int = _CONTEXTS[0]
 
 
+class _Kept(NamedTuple):
+    """Costs, and the time until which they hold, in seconds since the epoch."""
+
+    costs: Costs
+    until: float = math.inf
+
+    @property
+    def holds(self) -> bool:
+        return time.time() < self.until
+
+
 _log = logging.getLogger(__name__)
-_measured: dict[str, Costs] = {}  # by description, in this process
+_measured: dict[str, _Kept] = {}  # by description, in this process
 # Describing a model takes a while, so its costs are also found by the object.
-_of_model: dict[tuple[int, Point], tuple[weakref.ref[Params], Costs]] = {}
+_of_model: dict[tuple[int, Point], tuple[weakref.ref[Params], _Kept]] = {}
 
 
 def settled(
@@ -143,11 +154,11 @@ def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = _CO
     at = Point(_like(rows), cache_bits, _like_context(params, context))
     place = id(params), at
     known = _of_model.get(place)
-    if known is not None and known[0]() is params:
-        return known[1]
-    costs = _find_costs(params, at)
-    _of_model[place] = weakref.ref(params, lambda _: _of_model.pop(place, None)), costs
-    return costs
+    if known is not None and known[0]() is params and known[1].holds:
+        return known[1].costs
+    found = _find_costs(params, at)
+    _of_model[place] = weakref.ref(params, lambda _: _of_model.pop(place, None)), found
+    return found.costs
 
 
 def calibrate(
@@ -171,9 +182,9 @@ def calibrate(
             "smaller model are estimated"
         )
     at = Point(_like(rows), cache_bits, _like_context(params, context))
-    costs = _measure(params, at, _description(params, at))
+    measured = _measure(params, at, _description(params, at))
     _of_model.clear()
-    return costs
+    return measured.costs
 
 
 def _like(rows: int) -> int:
@@ -187,34 +198,35 @@ def _like_context(params: Params, context: int) -> int:
     return min(shorter, params.config.max_position_embeddings - 2 * WIDTHS[-1])
 
 
-def _find_costs(params: Params, at: Point) -> Costs:
+def _find_costs(params: Params, at: Point) -> _Kept:
     if params.mesh is not None or params.nbytes < _LEAST_BYTES:
-        return Costs.usual(at.rows)
+        return _Kept(Costs.usual(at.rows))
     described = _description(params, at)
     name = _name(described)
-    if name not in _measured:
+    if name not in _measured or not _measured[name].holds:
         place = kept_files("costs")
         found = None if place is None else _read(place / f"{name}.json", described)
         if found is None:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
-                return Costs.usual(at.rows)
+                return _Kept(Costs.usual(at.rows))
             _log.info("measuring once what drafting costs on this machine: a few seconds")
             return _measure(params, at, described)
         _measured[name] = found
     return _measured[name]
 
 
-def _measure(params: Params, at: Point, described: str) -> Costs:
+def _measure(params: Params, at: Point, described: str) -> _Kept:
     """Measures costs, and keeps them in this process and on disk."""
     before, name = CoreTimes(), _name(described)
-    costs = _measured[name] = measure_costs(params, at)
+    costs = measure_costs(params, at)
     busy = CoreTimes().waited_since(before) > _BUSY
     if busy:
         _log.warning("the cores were busy, so the costs of drafting hold for an hour only")
     place = kept_files("costs")
     if place is not None:
         _write(place / f"{name}.json", described, costs, busy)
-    return costs
+    _measured[name] = _Kept(costs, time.time() + _BUSY_SECONDS if busy else math.inf)
+    return _measured[name]
 
 
 def _name(described: str) -> str:
@@ -341,21 +353,22 @@ def _description(params: Params, at: Point) -> str:
     })  # fmt: skip
 
 
-def _read(file: Path, described: str) -> Costs | None:
+def _read(file: Path, described: str) -> _Kept | None:
     """The costs in a file; None unless it holds some for this description."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         passes = [float(each) for each in found["passes"]]
         draft, look = float(found["draft"]), float(found["look"])
         fits = found["measured on"] == described and len(passes) == len(WIDTHS)
-        old = found["busy"] and time.time() - file.stat().st_mtime > _BUSY_SECONDS
+        until = file.stat().st_mtime + _BUSY_SECONDS if found["busy"] else math.inf
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    if old or not fits or not 0 <= look < math.inf:
+    if not fits or not 0 <= look < math.inf:
         return None
     if not all(0 < each < math.inf for each in (*passes, draft)):
         return None
-    return _costs(passes, draft, look)
+    kept = _Kept(_costs(passes, draft, look), until)
+    return kept if kept.holds else None
 
 
 def _write(file: Path, described: str, costs: Costs, busy: bool) -> None:

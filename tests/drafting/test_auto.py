@@ -356,8 +356,8 @@ def test_programs_follow_from_measured_costs(
     """From those on disk too."""
     found = calibration._costs([1, 1.01, 1.04, 1.3], 1, look)
     calibration._write(tmp_path / "costs", "", found, busy=False)
-    for each in (found, calibration._read(tmp_path / "costs", "")):
-        assert each is not None and (each.loops, each.least) == (loops, least)
+    for each in (found, calibration._read(tmp_path / "costs", "").costs):
+        assert (each.loops, each.least) == (loops, least)
 
 
 def test_no_pass_takes_less_than_a_narrower_one() -> None:
@@ -395,6 +395,22 @@ def test_costs_of_busy_cores_hold_for_an_hour(
     assert measurements(age=3000) == 2 and measurements(age=4000) == 3
     waited[0] = 0.1
     assert measurements(age=4000) == measurements(age=10**6) == 4
+
+
+def test_costs_of_busy_cores_hold_for_an_hour_in_their_process_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times: list[int] = []
+    for name, value in (("_LEAST_BYTES", 0), ("_measured", {}), ("_of_model", {})):
+        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(calibration, "kept_files", lambda kind: None)
+    monkeypatch.setattr(calibration.CoreTimes, "waited_since", lambda *_: 0.7)
+    monkeypatch.setattr(calibration, "measure_costs", lambda *_: times.append(1) or FREE)
+    now = time.time()
+    for later, measurements in ((0, 1), (3000, 1), (4000, 2), (7000, 2)):
+        monkeypatch.setattr(calibration.time, "time", lambda later=later: now + later)
+        calibration.costs_of(PARAMS, 1)
+        assert len(times) == measurements, later
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how long threads wait")
