@@ -36,6 +36,7 @@ from specjax.files.outputs import write_whole
 from specjax.files.user_cache import kept_files
 from specjax.model.kv_cache import KVCache
 from specjax.model.params import Params
+from specjax.model.room import check_cache
 from specjax.speculation.drafter import Drafter
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Stats
@@ -66,6 +67,11 @@ class Point(NamedTuple):
     rows: int
     cache_bits: int = 16
     context: int = _CONTEXTS[0]
+
+    @property
+    def slots(self) -> int:
+        """KV slots per row while passes are timed."""
+        return self.context + 2 * WIDTHS[-1]
 
 
 class _Kept(NamedTuple):
@@ -148,6 +154,7 @@ def settled_for_each(
 def costs_of(params: Params, rows: int, cache_bits: int = 16, context: int = _CONTEXTS[0]) -> Costs:
     """Returns the costs of passes over a batch: measured before, measured now, or estimated.
 
+    A batch that memory cannot hold while its passes are timed has the costs of half as many rows.
     A small model's, one's that is divided over a mesh, and those inside `jax.jit` that were not
     measured before are estimated.
     """
@@ -172,7 +179,7 @@ def calibrate(
       cache_bits: bits per entry of the KV cache.
       context: tokens of a prompt; from one of `_CONTEXTS` up to the next, they share a measurement.
 
-    Raises ValueError for a model whose costs are estimated.
+    Raises ValueError for a model whose costs are estimated, or rows that memory cannot hold.
     """
     if params.mesh is not None:
         raise ValueError("params must not be divided over a mesh: costs there are estimated")
@@ -182,6 +189,7 @@ def calibrate(
             "smaller model are estimated"
         )
     at = Point(_like(rows), cache_bits, _like_context(params, context))
+    check_cache(params.config, at.rows, at.slots, cache_bits)
     measured = _measure(params, at, _description(params, at))
     _of_model.clear()
     return measured.costs
@@ -209,10 +217,21 @@ def _find_costs(params: Params, at: Point) -> _Kept:
         if found is None:
             if isinstance(jnp.zeros(()) + params.final_norm, jax.core.Tracer):
                 return _Kept(Costs.usual(at.rows))
+            if at.rows > 1 and not _fits(params, at):
+                return _find_costs(params, at._replace(rows=at.rows // 2))
             _log.info("measuring once what drafting costs on this machine: a few seconds")
             return _measure(params, at, described)
         _measured[name] = found
     return _measured[name]
+
+
+def _fits(params: Params, at: Point) -> bool:
+    """Whether memory holds the cache to measure with, of up to twice the decode's rows."""
+    try:
+        check_cache(params.config, at.rows, at.slots, at.cache_bits)
+    except ValueError:
+        return False
+    return True
 
 
 def _measure(params: Params, at: Point, described: str) -> _Kept:
@@ -320,7 +339,7 @@ def _may_pay(costs: Costs) -> bool:
 
 def _state(params: Params, at: Point) -> DecodeState:
     """A state in the middle of decoding; what its tokens are does not matter to time."""
-    rows, capacity = at.rows, at.context + 2 * WIDTHS[-1]
+    rows, capacity = at.rows, at.slots
     cache = KVCache.create(params.config, rows, capacity, at.cache_bits, params.num_kv_heads)
     lengths = jnp.full(rows, at.context, jnp.int32)
     return DecodeState(

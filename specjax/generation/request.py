@@ -131,13 +131,18 @@ class Request:
         Raises ValueError if the prompts do not fit the model, or the cache memory, or if the
         drafter cannot draft for the model.
         """
-        capacity = self.slots(params.config, width)
-        check_cache(params.config, rows, capacity, self.cache_bits, params.mesh)
+        capacity = self._capacity(params, width, rows)
         self.drafter.validate(params, width + self.max_new_tokens)
         drafter = self.drafter
         if isinstance(drafter, Auto):
             drafter = settled(drafter, params, rows, self.cache_bits, self.activation, width)
         return dataclasses.replace(self, drafter=drafter, cache_capacity=capacity)
+
+    def _capacity(self, params: Params, width: int, rows: int) -> int:
+        """`slots`, of which the memory holds so many rows. Raises ValueError if it does not."""
+        capacity = self.slots(params.config, width)
+        check_cache(params.config, rows, capacity, self.cache_bits, params.mesh)
+        return capacity
 
     def for_row_counts(
         self, params: Params, width: int, counts: Sequence[int]
@@ -145,6 +150,7 @@ class Request:
         """`for_width` for each of several ascending numbers of rows, which may take turns on one
         state."""
         drafters: dict[int, Drafter] = dict.fromkeys(counts, self.drafter)
+        self._capacity(params, width, counts[-1])  # before costs are measured with as many rows
         if isinstance(self.drafter, Auto):
             drafters |= settled_for_each(
                 self.drafter, params, counts, self.cache_bits, self.activation, width

@@ -17,9 +17,14 @@ import pytest
 import specjax
 from checkpoints_tools.quantization import working_folder
 from specjax.cli import main
+from specjax.drafting import calibration
+from specjax.drafting.costs import Costs
 from specjax.evaluation.likelihood import log_likelihoods
 from specjax.evaluation.sliding_windows import perplexity
+from specjax.generation.batch import empty_batch
+from specjax.generation.request import Request
 from specjax.model import room
+from specjax.model.sizes import cache_bytes
 from tests.support.hf_directories import write_model, write_sparse
 from tests.support.random_models import quantized_model
 
@@ -111,6 +116,31 @@ def test_a_cache_and_rows_that_are_too_many(only) -> None:
         specjax.decode(params, [[1]] * 9, **wide)
     only(None)  # a device that does not tell
     assert len(specjax.decode_many(params, [[1]], rows=2**40, max_new_tokens=2)) == 1
+
+
+def test_rows_are_refused_before_their_costs_are_measured(only, monkeypatch) -> None:
+    params = quantized_model()
+    monkeypatch.setattr("specjax.generation.request.settled_for_each", lambda *_: pytest.fail())
+    only(GB)
+    with pytest.raises(ValueError, match="a KV cache of 9 rows of 262144 slots needs"):
+        empty_batch(params, Request.make(params, cache_capacity=2**18), 9, 128)
+
+
+def test_costs_are_measured_with_rows_that_fit(only, monkeypatch) -> None:
+    """Five rows share the measurement of eight, whose cache needs more than theirs."""
+    params, rows = quantized_model(), []
+    for name, value in (("_LEAST_BYTES", 0), ("_measured", {}), ("_of_model", {})):
+        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(calibration, "kept_files", lambda kind: None)
+    monkeypatch.setattr(
+        calibration, "measure_costs", lambda _, at: rows.append(at.rows) or Costs.usual(at.rows)
+    )
+    monkeypatch.setattr(room, "_SMALL", 0)
+    only(cache_bytes(params.config, 5, 256))
+    calibration.costs_of(params, 5)
+    with pytest.raises(ValueError, match="a KV cache of 8 rows of 142 slots"):
+        calibration.calibrate(params, 5)
+    assert rows == [4]
 
 
 def test_rows_of_an_evaluation_that_are_too_many(only) -> None:
