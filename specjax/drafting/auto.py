@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.row_sums import running_sums
@@ -52,6 +53,7 @@ _OF_SURE = 0.9  # and where its drafts end with the first unsure one
 _SURE = 0.6  # the model's draft ends with a token of smaller probability
 _FROM_MODEL = 2  # the place of the model among `Auto.sources`
 _MARGIN = 1.08  # drafting must promise so much more than not drafting: the best guess flatters
+_RISK = 0.05  # and for each pass that a round takes beyond one, so much more
 _LAST_COUNTS = 4  # the power of a row's remaining rounds by which it counts
 _BEFORE = 4.0  # rounds of one token that a row is taken to have had before its first
 _HOPED = 0.25  # what a look gains before any, in tokens per row
@@ -295,14 +297,14 @@ class Auto(Drafter):
         widths = jnp.array(WIDTHS)
         gains = state.draft.rates.gains(guess)[:, widths]
         speeds = jnp.sum(weights[:, None] * gains, axis=0) / costs.passes
-        speeds = speeds / jnp.where(widths > 0, _MARGIN, 1.0)
+        speeds = speeds / jnp.where(widths > 0, _margin(costs.passes), 1.0)
         best = jnp.argmax(speeds)
         text, speed = jnp.minimum(guess.counts, widths[best]), speeds[best]
         own, time = jnp.bool_(False), jnp.asarray(costs.passes)[best]
         if self.draft is not None:
             kept, took = state.draft.own.a_round()
             gains, took = jnp.sum(weights * (1 + jnp.minimum(kept, room))), _mean(took, running)
-            own_speed = gains / took / _MARGIN
+            own_speed = gains / took / _margin(took)
             own = own_speed > speed
             text = jnp.where(own, 0, text)
             speed, time = jnp.where(own, own_speed, speed), jnp.where(own, took, time)
@@ -353,6 +355,14 @@ def _weights(state: DecodeState) -> jax.Array:
     a_round = (state.stats.generated + _BEFORE) / (state.stats.rounds + _BEFORE)
     left = running * (state.limits - state.lengths) / a_round
     return running * (left / jnp.maximum(jnp.max(left), 1)) ** _LAST_COUNTS
+
+
+def _margin(time: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """How much more than plain decoding a round must promise that takes so many passes.
+
+    A draft of seven tokens in a large batch takes as long as five passes, and may gain nothing.
+    """
+    return _MARGIN + _RISK * (time - 1)
 
 
 def _mean(values: jax.Array, rows: jax.Array) -> jax.Array:

@@ -256,6 +256,19 @@ def test_a_draft_of_the_model_is_as_long_as_a_wider_pass_pays(
     assert after.draft.source.tolist() == [2] * 3  # the model
 
 
+@pytest.mark.parametrize(("passes", "drafted"), [([1, 2 / 1.2, 9, 9], 1), ([1, 9, 9, 8 / 1.2], 0)])
+def test_a_draft_that_takes_many_passes_must_promise_more(
+    passes: list[float], drafted: int
+) -> None:
+    """Both promise 1.2 times the tokens of plain decoding, but one loses six passes if it fails."""
+    auto = specjax.Auto(costs(passes, 9))
+    state = start(PARAMS, REPEATED, max_new_tokens=20, drafter=auto)
+    always = state.draft.rates._replace(kept=state.draft.rates.tested)
+    state = dataclasses.replace(state, draft=state.draft._replace(rates=always))
+    proposal, _ = auto.propose(PARAMS, state)
+    assert proposal.counts.tolist() == [drafted] * 3
+
+
 def test_rows_that_are_ahead_count_less_unless_they_are_replaced() -> None:
     """One row's text promises a draft. The pass is worth it for the row that ends last only."""
     auto = specjax.Auto(costs([1, 1.2, 1.4, 1.8], 9))
