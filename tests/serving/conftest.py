@@ -15,6 +15,7 @@ from specjax.serving.asks import Plan
 from tests.support.live_server import Live, live_server
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+PLAN = Plan(rows=4, context=256, queue=40, prefix_bytes=2**22, logprobs=5)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,8 @@ def usual_server(
     params: specjax.Params, tokenizer: Tokenizer
 ) -> contextlib.AbstractContextManager[Live]:
     """A server of the tests' plan; a second one finds its programs compiled."""
-    plan = Plan(rows=4, context=256, queue=40, prefix_bytes=2**22, logprobs=5)
     drafter = specjax.PromptLookup(draft_length=3)
-    return live_server(params, tokenizer, plan=plan, drafter=drafter)
+    return live_server(params, tokenizer, plan=PLAN, drafter=drafter)
 
 
 def client_of(live: Live) -> openai.OpenAI:

@@ -4,7 +4,6 @@ the first structured output waits; other outputs do not."""
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from specjax.generation import programs
 from specjax.generation.kinds import Kind, Scope
+from tests.support.live_server import until
 
 CHOICE: dict[str, Any] = {
     "model": "tiny", "prompt": "A", "max_tokens": 8, "temperature": 0,
@@ -46,8 +46,7 @@ def tokens_per_stream(client: openai.OpenAI) -> int:
 def test_others_go_on_while_programs_of_grammars_compile(live, client, held_back) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(client.completions.create, **CHOICE) for _ in range(2)]
-        while len(live.engine._held) < 2:
-            time.sleep(0.01)
+        until(lambda: len(live.engine._held) == 2)
         for _ in range(3):
             assert tokens_per_stream(client) > 1
         assert not any(each.done() for each in waiting)
@@ -64,8 +63,7 @@ def test_others_go_on_while_programs_of_grammars_compile(live, client, held_back
 def test_an_output_that_waits_for_programs_can_be_given_up(live, client, held_back) -> None:
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(**CHOICE, timeout=0.3)
-    while live.engine.open:
-        time.sleep(0.01)
+    until(lambda: not live.engine.open)
     held_back.set()
     assert client.completions.create(**CHOICE).choices[0].text in ("yes", "no")
 
@@ -88,8 +86,7 @@ def test_fewer_rows_run_where_fewer_are_taken(live, client) -> None:
     compiled, known._compiled = known._compiled, frozenset({Scope(4, Kind.PENALIZED)})
     wide = client.completions.create(**asked).choices[0].text
     known._compiled |= compiled
-    while not known.have(alone):
-        time.sleep(0.05)
+    until(lambda: known.have(alone))
     scopes, launch = list[Scope](), live.engine._batch.launch
 
     def spy(*limits: int) -> Any:

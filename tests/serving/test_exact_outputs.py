@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ import openai
 import pytest
 
 import specjax
-from tests.support.live_server import Live, sampling_of
+from specjax.drafting.costs import Costs
+from tests.serving.conftest import PLAN, client_of
+from tests.support.live_server import TOKENS, Live, live_server, metrics, sampling_of
 
 pytestmark = pytest.mark.recompiled
 NEW, PLAIN = 16, specjax.Autoregressive()
@@ -117,8 +120,19 @@ def test_hundreds_of_short_responses(live, client, all_cases) -> None:
 
 
 @pytest.mark.exhaustive
-def test_no_request_waits_for_a_compilation(live, client, all_cases) -> None:
-    """The engine compiles in a thread of its own while it serves."""
+def test_the_usual_drafter_changes_no_output(params, tokenizer, all_cases) -> None:
+    """Its drafts cost next to nothing, so that it drafts where a guess may be right."""
+    drafter = specjax.Auto(Costs(np.ones(4, np.float32), np.float32(0.01)))
+    with live_server(params, tokenizer, plan=PLAN, drafter=drafter) as live:
+        with client_of(live) as client:
+            assert run_crowd(live, client, all_cases, 80) == []
+        wait_until_free(live)
+        assert metrics(live)["specjax:spec_decode_num_accepted_tokens_total"] > 0
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The threads that compile, but for the engine's own compiler."""
     compiled: list[str] = []
 
     def hear(event: str, *_: Any, **__: Any) -> None:
@@ -127,6 +141,13 @@ def test_no_request_waits_for_a_compilation(live, client, all_cases) -> None:
             compiled.append(thread)
 
     jax.monitoring.register_event_duration_secs_listener(hear)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(hear)
+
+
+@pytest.mark.exhaustive
+def test_no_request_waits_for_a_compilation(live, client, all_cases, compiled) -> None:
+    """The engine compiles in a thread of its own while it serves."""
     for case in all_cases:
         case.ask(client)
     client.completions.create(
@@ -220,7 +241,8 @@ def test_what_requests_have_in_common_is_read_once(params, tokenizer, live, clie
 
 
 def test_a_row_is_free_as_soon_as_its_client_goes(live, client) -> None:
-    """More long outputs than rows; all clients leave, in a row, in the queue or while reading."""
+    """More long outputs than rows; clients leave, in a row, in the queue or while reading."""
+    before = metrics(live)[TOKENS]
 
     def gives_up(number: int) -> bool:
         try:
@@ -232,7 +254,9 @@ def test_a_row_is_free_as_soon_as_its_client_goes(live, client) -> None:
         return False
 
     with ThreadPoolExecutor(12) as pool:
-        assert sum(pool.map(gives_up, range(12))) > 4, "a machine that outruns the clients"
+        gone = sum(pool.map(gives_up, range(12)))
+    assert gone > 4, "a machine that outruns the clients"
     wait_until_free(live)
+    assert metrics(live)[TOKENS] - before < 12 * 100 - gone * 50
     case = client.completions.create(model="tiny", prompt="A", max_tokens=4, temperature=0)
     assert case.choices[0].text

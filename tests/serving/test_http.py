@@ -23,7 +23,7 @@ import specjax
 from specjax.serving.asks import Plan
 from specjax.serving.errors import HostGoneError
 from specjax.serving.limits import Limits
-from tests.support.live_server import Live, live_server
+from tests.support.live_server import TOKENS, Live, live_server, metrics, until
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You tell stories."},
@@ -124,6 +124,12 @@ def test_a_token_can_end_an_output(params, tokenizer, client) -> None:
     assert found.choices[0].finish_reason == "stop"
 
 
+def test_outputs_without_a_seed_differ(client) -> None:
+    asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 30, "temperature": 1}
+    texts = {client.completions.create(**asked).choices[0].text for _ in range(2)}
+    assert len(texts) == 2
+
+
 def test_models_health_and_metrics(live, client) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "specjax"
@@ -132,7 +138,7 @@ def test_models_health_and_metrics(live, client) -> None:
     client.completions.create(prompt="The king and the king and the", max_tokens=30, **GREEDY)
     after = metrics(live)
     gained = {name: after[name] - before.get(name, 0) for name in after}
-    assert gained["specjax:generation_tokens_total"] == 30
+    assert gained[TOKENS] == 30
     assert gained["specjax:prompt_tokens_total"] > 0
     assert gained["specjax:inter_token_latency_seconds_count"] == 1
     assert 0 < gained["specjax:inter_token_latency_seconds_sum"] < 60
@@ -142,12 +148,6 @@ def test_models_health_and_metrics(live, client) -> None:
     places = [x for name, x in gained.items() if "accepted_tokens_per_pos_total" in name]
     assert sum(places) == accepted > 0
     assert after["specjax:num_requests_running"] == after["specjax:num_requests_waiting"] == 0
-
-
-def metrics(live: Live) -> dict[str, float]:
-    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
 
 
 VALID = {**GREEDY, "prompt": "A", "max_tokens": 2}
@@ -288,11 +288,9 @@ def test_a_slow_reader_holds_no_row(live) -> None:
             "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
-        before = metrics(live)["specjax:generation_tokens_total"]
+        before = metrics(live)[TOKENS]
         connection.sendall(head.encode() + body)
-        deadline = time.monotonic() + 60
-        while metrics(live)["specjax:generation_tokens_total"] == before or live.engine.open:
-            assert time.monotonic() < deadline
+        until(lambda: metrics(live)[TOKENS] > before and not live.engine.open)
     assert post(live, VALID).status_code == 200
 
 
@@ -353,7 +351,9 @@ def test_an_engine_that_ends_ends_the_server(why, params, tokenizer, monkeypatch
 def test_a_full_queue_a_key_and_an_ending(params, tokenizer, caplog) -> None:
     plan = Plan(rows=1, context=256, queue=1, logprobs=0)
     drafter = specjax.Autoregressive()
-    with live_server(params, tokenizer, plan=plan, drafter=drafter, key="secret", grace=30) as live:
+    with live_server(
+        params, tokenizer, plan=plan, drafter=drafter, key="secret", log_prompts=True, grace=30
+    ) as live:
         for given in ({}, {"Authorization": "Bearer public"}, {"Authorization": "Bearer \xe9"}):
             coded = {name: value.encode("latin-1") for name, value in given.items()}
             answer = post(live, VALID, headers=coded)
@@ -372,18 +372,17 @@ def test_a_full_queue_a_key_and_an_ending(params, tokenizer, caplog) -> None:
         ]
         for thread in threads:
             thread.start()
-        while live.engine.open < 2:
-            time.sleep(0.001)
+        until(lambda: live.engine.open == 2)
         busy = post(live, VALID, headers=key)
         assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
         caplog.clear()
         with caplog.at_level(logging.INFO):
             assert post(live, {**VALID, "stream": True}, headers=key).status_code == 429
         assert '"completion_tokens": 0' in caplog.text
+        assert '"prompts": ["A"]' in caplog.text
         assert "1 outputs may wait" in error_of(busy)["message"]
         live.server.end_soon()
-        while not live.engine.draining:
-            time.sleep(0.001)
+        until(lambda: live.engine.draining)
         ending = post(live, VALID, headers=key)
         assert ending.status_code == 503
         assert "the server ends" in error_of(ending)["message"]

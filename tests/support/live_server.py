@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import httpx
 
 import specjax
 from specjax.generation.request import Request
@@ -18,12 +21,14 @@ from specjax.serving.grammars import grammars_possible
 from specjax.serving.metrics import Metrics
 from specjax.serving.server import Server, make_server
 
+TOKENS = "specjax:generation_tokens_total"  # the count of new tokens
+
 
 class Live:
-    """A running server. url: its address, without a path."""
+    """A running server. thread: in which it runs. url: its address, without a path."""
 
-    def __init__(self, engine: Engine, server: Server, port: int) -> None:
-        self.engine, self.server, self.port = engine, server, port
+    def __init__(self, engine: Engine, server: Server, thread: threading.Thread, port: int) -> None:
+        self.engine, self.server, self.thread, self.port = engine, server, thread, port
         self.url = f"http://127.0.0.1:{port}"
 
 
@@ -35,14 +40,14 @@ def live_server(
     plan: Plan,
     drafter: specjax.Drafter | None = None,
     key: str | None = None,
-    most_bytes: int = 2**20,
+    log_prompts: bool = False,
     grace: float = 5.0,
 ) -> Iterator[Live]:
     """Compiles, serves, and ends in order."""
     request = Request.make(params, drafter=drafter, constrained=grammars_possible(params))
     engine = Engine(params, request, plan, Metrics())
     engine.start()
-    app = make_app(engine, tokenizer, Door("tiny", most_bytes, key))
+    app = make_app(engine, tokenizer, Door("tiny", key=key, log_prompts=log_prompts))
     ready = threading.Event()
     server = make_server(app, engine, grace, ready.set)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -50,11 +55,26 @@ def live_server(
         thread.start()
         assert ready.wait(60)
         try:
-            yield Live(engine, server, listening.getsockname()[1])
+            yield Live(engine, server, thread, listening.getsockname()[1])
         finally:
             if thread.is_alive():
                 server.end_soon()
             thread.join()
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Waits for a condition, and fails where it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.001)
+
+
+def metrics(live: Live) -> dict[str, float]:
+    """The counts that a server shows."""
+    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
 
 
 def sampling_of(fields: dict[str, Any]) -> specjax.Sampling | None:
