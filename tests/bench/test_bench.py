@@ -51,6 +51,19 @@ def test_every_cell_is_measured(cells) -> None:
     assert all(ratio == 1 for cell in cells[1] if cell.drafter == PLAIN for ratio in cell.ratios)
 
 
+def test_outputs_that_differ_are_counted(monkeypatch) -> None:
+    def decode(*given, drafter, **options) -> specjax.DecodeResult:
+        result = specjax.decode(*given, drafter=drafter, **options)
+        change = int(isinstance(drafter, specjax.QSpec))
+        return dataclasses.replace(result, tokens=result.tokens.at[0, -1].add(change))
+
+    monkeypatch.setattr("specjax.bench.grid.decode", decode)
+    cells = bench([_subject(one=PROMPTS[:2])], **OPTIONS)
+    assert [(cell.drafter, cell.identical) for cell in cells] == [
+        (PLAIN, 2), ("qspec", 1), ("lookahead", 2)
+    ]  # fmt: skip
+
+
 def test_programs_may_be_forgotten_after_every_group(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr("specjax.bench.grid.forget_programs", lambda: asked.append(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -31,31 +32,46 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: Any, lines: str, *options: str)
     return capsys.readouterr().out.split("> ")[1:]
 
 
-def answer(tokenizer: Tokenizer, messages: list[tuple[str, str]]) -> str:
-    """The answer of `decode` to a conversation."""
+def load(monkeypatch: pytest.MonkeyPatch, *stop_tokens: int) -> specjax.Params:
+    """Has the command load a model whose answers end with these tokens."""
     params = specjax.load("tiny")
+    config = dataclasses.replace(params.config, stop_tokens=stop_tokens)
+    params = dataclasses.replace(params, config=config)
+    monkeypatch.setattr("specjax.load", lambda source, **_: params)
+    return params
+
+
+def answer(params: specjax.Params, tokenizer: Tokenizer, messages: list[tuple[str, str]]) -> str:
+    """The answer of `decode` to a conversation."""
     text = tokenizer.chat([{"role": role, "content": content} for role, content in messages])
     prompt = tokenizer.encode(text, special_tokens=False)
     new = 100 - len(prompt)
     result = specjax.decode(
         params, prompt, max_new_tokens=new, drafter=specjax.Autoregressive(), cache_capacity=100
     )
-    return tokenizer.decode(result.tokens[0, len(prompt) : result.lengths[0]])
+    tokens = result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+    return tokenizer.decode([token for token in tokens if token not in params.config.stop_tokens])
 
 
 def test_a_turn_sees_those_before_it_until_a_reset(tokenizer, monkeypatch, capsys) -> None:
+    params = load(monkeypatch, tokenizer.vocabulary().index(b"."))
     system = ("system", "Be brief.")
-    first = answer(tokenizer, [system, ("user", "Hello")])
+    first = answer(params, tokenizer, [system, ("user", "Hello")])
     said = say(monkeypatch, capsys, "Hello\nHello\n/reset\nHello\n\n", "--system", "Be brief.")
     assert said[0] == f"{first}\n"
-    tokens = len(tokenizer.encode(first))
-    if tokens > 80:  # the answer has filled the context
-        assert "/reset starts a new one" in said[1]
-    else:
-        history = [system, ("user", "Hello"), ("assistant", first), ("user", "Hello")]
-        assert said[1] == f"{answer(tokenizer, history)}\n"
+    assert 1 < len(tokenizer.encode(first)) < 40, "no room for a second turn"
+    history = [system, ("user", "Hello"), ("assistant", first), ("user", "Hello")]
+    assert said[1] == f"{answer(params, tokenizer, history)}\n"
     assert said[2] == "(new conversation)\n"
     assert said[3] == f"{first}\n"
+
+
+def test_a_conversation_that_fills_the_context_says_so(tokenizer, monkeypatch, capsys) -> None:
+    params = load(monkeypatch)
+    first = answer(params, tokenizer, [("user", "Hello")])
+    said = say(monkeypatch, capsys, "Hello\nHello\n/reset\nHello\n\n")
+    assert said[0] == f"{first}\n" and said[3] == f"{first}\n"
+    assert "/reset starts a new one" in said[1]
 
 
 def test_a_trace_marks_where_tokens_came_from(tokenizer, monkeypatch, capsys) -> None:

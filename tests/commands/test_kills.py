@@ -160,6 +160,7 @@ def kills(
             hits += 1
         if hits == times:
             break
+    assert hits, "every signal came too late"
 
 
 def ends_well(command: Command, whole: Whole) -> None:
