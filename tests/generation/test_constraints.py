@@ -16,14 +16,17 @@ import pytest
 import specjax
 from benchmarks.support.schemas import SCHEMAS
 from specjax import Constraint
+from specjax.drafting import registry
 from specjax.generation.guided import depth_first
 from tests.support.covering import representatives
+from tests.support.drafter_types import types_of
 from tests.support.tree_drafter import TreeDrafter
 
 PARAMS = specjax.load("tiny")
 TOKENIZER = specjax.load_tokenizer("tiny")
 PROMPT = TOKENIZER.encode("Once upon a time")
 SAMPLING = specjax.Sampling(temperature=1.3)
+STORE = specjax.Datastore.create([np.array(PROMPT)], PARAMS.config.vocab_size)
 FEW = ("an object", "unicode", "either", "calls", "an array", "mixed choices")
 DRAFTERS: dict[str, specjax.Drafter] = {
     "plain": specjax.Autoregressive(),
@@ -34,6 +37,13 @@ DRAFTERS: dict[str, specjax.Drafter] = {
     "Lookahead": specjax.Lookahead(window=2, guesses=2),
     "another model's cache": specjax.DraftModel(PARAMS, 2),
     "two levels": specjax.MultiLevel(specjax.QSpec(3), specjax.NGram(2)),
+    "skipping": specjax.LayerSkip((0, 1), 2),
+    "a tree of a draft": specjax.DraftTree(specjax.QSpec(2), width=2, nodes=4),
+    "prompt lookup": specjax.PromptLookup(3),
+    "token recycling": specjax.TokenRecycling(5, 3),
+    "spectra and a corpus": specjax.Combined(
+        specjax.Spectra(3, 2, 2, capacity=64), specjax.Retrieval(STORE, depth=3), extra=4
+    ),
 }
 KINDS = ("a tree",)
 
@@ -91,6 +101,12 @@ def test_drafts_change_no_output(drafter: str, drawn: bool) -> None:
     assert sum(int(each.stats.accepted) for each in outputs) > 0
 
 
+def test_every_drafter_is_among_them() -> None:
+    """But the one between two tokenizers: it drafts as another model does."""
+    found = set().union(*map(types_of, DRAFTERS.values()))
+    assert {*registry.DRAFTERS.values()} - found == {specjax.TranslatedDraft}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("drafter", ["QSpec", *KINDS])
 @pytest.mark.parametrize("drawn", [True, False])
@@ -128,26 +144,27 @@ def test_a_stream_and_a_queue_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "pattern"),
+    ("made", "pattern", "cut"),
     [
-        (lambda: Constraint.regex("[a-f]{3}-(yes|no)", TOKENIZER), "[a-f]{3}-(yes|no)"),
+        (lambda: Constraint.regex("[a-f]{3}-(yes|no)", TOKENIZER), "[a-f]{3}-(yes|no)", None),
         (
             lambda: Constraint.lark('start: item (", " item)*\nitem: /[0-9]/', TOKENIZER),
-            "[0-9](, [0-9])*",
+            "[0-9](, [0-9])*", "(, ?)?",
         ),
     ],
     ids=["regex", "lark"],
-)
+)  # fmt: skip
 @pytest.mark.exhaustive
-def test_other_grammars(made: Any, pattern: str) -> None:
+def test_other_grammars(made: Any, pattern: str, cut: str | None) -> None:
+    """cut: what an output that is cut may end with; None: it is too short for that."""
     output = specjax.generate(
         PARAMS, TOKENIZER, "Once upon a time", constraint=made(), max_new_tokens=64, rows=4,
         drafter=DRAFTERS["plain"],
     )  # fmt: skip
-    if output.finish == "stop":
-        assert re.fullmatch(pattern, output.text)
-    else:
-        assert re.match(pattern, output.text)
+    if output.finish == "length":
+        assert cut is not None
+        pattern += cut
+    assert re.fullmatch(pattern, output.text)
 
 
 def test_a_stop_token_that_is_text_ends_complete_outputs_alone() -> None:

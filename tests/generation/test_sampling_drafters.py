@@ -33,11 +33,13 @@ from specjax import (
     Sampling,
     Spectra,
 )
+from specjax.drafting import registry
 from specjax.drafting.costs import Costs
 from specjax.drafting.datastore import Datastore
 from specjax.model.kv_cache import KVCache
 from tests.support.compiled import forward
 from tests.support.covering import representatives
+from tests.support.drafter_types import types_of
 from tests.support.random_models import random_model
 
 VOCABULARY, NEW, ROWS = 5, 3, 3000
@@ -231,6 +233,12 @@ def test_a_key_gives_one_text(name: str) -> None:
 def test_a_row_alone_has_the_text_that_it_has_in_company(name: str) -> None:
     alone = [_decode(name, EVERYTHING, _keys()[row : row + 1])[0] for row in range(32)]
     np.testing.assert_array_equal(alone, _sampled(name, EVERYTHING)[:32])
+
+
+def test_every_drafter_is_among_them() -> None:
+    """But the one between two tokenizers: `test_translated.py` samples with it."""
+    found = set().union(*map(types_of, DRAFTERS.values()))
+    assert {*registry.DRAFTERS.values()} - found == {specjax.TranslatedDraft}
 
 
 def test_another_distribution_is_noticed() -> None:
