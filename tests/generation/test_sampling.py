@@ -14,7 +14,7 @@ import specjax
 from pallas_kernels.settings import own_settings
 from specjax.speculation.acceptance import matching_chain, rejection_sample
 from specjax.speculation.sampling import draw, greedy, probabilities, uniform_pairs
-from tests.support.random_models import CONFIG, quantized_model
+from tests.support.random_models import quantized_model
 
 
 def _reference(logits: np.ndarray, sampling: specjax.Sampling) -> np.ndarray:
@@ -196,23 +196,3 @@ def test_keys_of_another_generator_are_one_per_row(kind: str) -> None:
     alone = [specjax.decode(params, prompt[:1], key=keys[i : i + 1], **options) for i in range(3)]
     np.testing.assert_array_equal(together, np.concatenate([each.tokens for each in alone]))
     assert len(np.unique(np.asarray(together), axis=0)) == 3
-
-
-@pytest.mark.exhaustive
-def test_decoding_samples_what_plain_decoding_samples() -> None:
-    """The second generated token over many keys: QSpec's counts against plain decoding's."""
-    params = quantized_model()
-    rows = 4000
-    prompt = jnp.broadcast_to(jnp.array([5, 6, 7]), (rows, 3))
-    counts = []
-    for seed, drafter in ((0, specjax.Autoregressive()), (1, specjax.QSpec(2, "a4"))):
-        result = specjax.decode(
-            params, prompt, max_new_tokens=2, drafter=drafter, key=jax.random.key(seed),
-            sampling=specjax.Sampling(top_k=4),
-        )  # fmt: skip
-        pairs = np.asarray(result.tokens[:, 3]) * CONFIG.vocab_size + result.tokens[:, 4]
-        counts.append(np.bincount(pairs, minlength=CONFIG.vocab_size**2))
-    table = np.stack(counts)
-    table = table[:, table.sum(0) >= 20]
-    assert table.shape[1] >= 6
-    assert stats.chi2_contingency(table).pvalue > 1e-3

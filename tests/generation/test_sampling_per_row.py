@@ -51,17 +51,6 @@ def test_rows_draw_by_their_own_numbers(expected: list[np.ndarray]) -> None:
     np.testing.assert_array_equal(_decoded(_of_all()), expected)
 
 
-def test_other_numbers_are_the_same_program(expected: list[np.ndarray]) -> None:
-    programs: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: programs.append(event) if "backend_compile" in event else None
-    )
-    for temperature in np.linspace(0.1, 2, 10).tolist():
-        _decoded(specjax.Sampling(**FIRST | {"temperature": temperature}))
-    jax.monitoring.clear_event_listeners()
-    assert programs == []
-
-
 def test_biases_of_one_width_are_the_same_program() -> None:
     few = [specjax.Sampling(logit_bias={1: 5, 2: each}) for each in (3.0, -3.0)]
     shapes = [[leaf.shape for leaf in jax.tree.leaves(each.per_row(3))] for each in few]

@@ -236,7 +236,7 @@ def test_the_drafter_is_told_what_the_target_would_say_after_every_node() -> Non
         DRAFTERS["below a level"],
         Lookahead(ngram=3, window=3, guesses=2, capacity=256),
     ],
-    ids=["the best branch last", "below a level", "of all sizes"],
+    ids=["the best branch last", "below a level", "Lookahead"],
 )
 def test_caches_are_updated_in_place(drafter: specjax.Drafter) -> None:
     def temporaries(capacity: int) -> int:
