@@ -168,7 +168,7 @@ def test_weights_clip_activations_at_4_bits_only() -> None:
     assert np.any(np.asarray(expected) != np.asarray(matmul(x, plain, "a4")))
 
 
-@pytest.mark.parametrize("method", representatives(["atom", "atom+gptq", "quarot+atom"]))
+@pytest.mark.parametrize("method", representatives(["atom", "atom+gptq", "quarot+atom"], "atom"))
 def test_whole_models(method: str, tmp_path: Path) -> None:
     """Drafting does not change greedy output, a checkpoint keeps the model, down needs no order."""
     tokens = np.random.default_rng(4).integers(0, CONFIG.vocab_size, (2, 40))

@@ -39,10 +39,10 @@ def with_index(path: Path, weight_map: Any) -> Path:
 def test_layers_without_tensors_are_refused_at_once(tmp_path: Path, layers: int) -> None:
     write_model(tmp_path)
     write_config(tmp_path, num_hidden_layers=layers)
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ValueError, match=f"num_hidden_layers {layers}, but there are .* 2 layers"):
         open_checkpoint(tmp_path)
-    assert time.monotonic() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,6 @@ def test_fidelity_is_what_drafts_of_one_token_meet() -> None:
     ],
 )
 def test_what_is_refused(arguments, message) -> None:
-    tokens = arguments.pop("tokens", [1, 2, 3])
+    given = {"tokens": [1, 2, 3], "window": 16, **arguments}
     with pytest.raises(ValueError, match=message):
-        perplexity(PARAMS, tokens, **{"window": 16, **arguments})
+        perplexity(PARAMS, **given)
