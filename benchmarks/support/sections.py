@@ -148,7 +148,6 @@ BILLION = Page(
                 "`Auto`'s costs were measured alone in the second table of the H100, and while "
                 "programs were compiled in the first. On the EPYC `wide_8` is of a commit before "
                 "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after. "
-                "Answers have 128 tokens, and 64 in `wide`. "
                 "Rows without a temperature are greedy.",
                 gpu_tables.wide),
         Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
