@@ -46,7 +46,7 @@ def abandoned(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         try:
             lock = try_lock(path)
-        except OSError:  # another process removed it, or there are no locks
+        except OSError:  # another process removed it, or the file system does not lock
             continue
         if lock is not None:
             try:

@@ -92,7 +92,7 @@ def _read_call(text: str, place: int, names: Collection[str]) -> tuple[Call, int
         if not text.startswith(_CLOSE, end) or not _is_call(value, names):
             return None
         arguments = json.dumps(value["arguments"], ensure_ascii=False, allow_nan=False)
-        arguments.encode()  # half of a pair of surrogates is no text
+        arguments.encode()  # half of a pair of surrogates is not text
     except (ValueError, RecursionError):
         return None
     return Call(value["name"], arguments), _after_space(text, end + len(_CLOSE))
