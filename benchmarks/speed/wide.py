@@ -5,8 +5,9 @@ acceptance, and the cost of the large shape. A batch is decoded as a whole by ev
 prompts read inside the time, on the same kernels. `speedup` is plain decoding's time over the
 drafter's, the geometric mean over batches, with its 95 % interval over them; a nested model is
 compared with plain decoding in bfloat16, whose output it has. `Auto`'s costs are measured before,
-while nothing else runs, and then all programs are compiled at once; `compile_s` is the first call's
-time. Every output is compared with plain decoding's.
+while nothing else runs, and then all programs are compiled at once. Every output is compared with
+plain decoding's. A file is written after every batch, and the same command on the same commit goes
+on where it was stopped.
 
     python -m benchmarks.speed.wide --json OUT [--batch 1 8 32] [--cases "Auto, 4 bits"]
     python -m benchmarks.speed.wide --json OUT --temperature 0.7
@@ -14,18 +15,20 @@ time. Every output is compared with plain decoding's.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 import specjax
 from benchmarks.kernels.rates import device_name
-from benchmarks.support.common import pad, parser, sampled, table, text_prompts, write
+from benchmarks.support import gpu_tables
+from benchmarks.support.common import kept_rows, pad, parser, sampled, text_prompts, write
 from benchmarks.support.widen import LARGE, widen
 from specjax.bench.turns import geometric_mean, take_turns
 from specjax.drafting.calibration import calibrate
@@ -36,7 +39,10 @@ PLAIN = {
     "4 bits": "plain, 4 bits", "8 bits": "plain, 8 bits",
     "bfloat16": "plain, bfloat16", "nested": "plain, bfloat16",
 }  # fmt: skip
+COUNTED = ("prompts", "generated", "rounds", "drafted", "accepted", "passes", "seconds")
 Chunk = tuple[np.ndarray, np.ndarray]  # prompts, their lengths
+Cases = Mapping[str, tuple[specjax.Params, specjax.Drafter]]
+Rows = list[dict[str, Any]]
 
 
 @cache
@@ -101,12 +107,13 @@ def main() -> None:
         for each in zip(*texts, strict=True)
         for text in each
     ]
-    cases = {name: tuple(make() for make in CASES[name]) for name in options.cases}
-    rows = []
+    cases = {name: (CASES[name][0](), CASES[name][1]()) for name in options.cases}
     for batch in options.batch:
-        rows += _measured(cases, ids, batch, options)
-        write(options.json, rows)
-        print(table(rows, list(rows[0])), flush=True)
+        last = max(options.prompts, batch) - batch
+        chunks = [pad(ids[i : i + batch], options.max_prompt) for i in range(0, last + 1, batch)]
+        sizes = {"batch": batch, "temperature": options.temperature, "device": device_name()}
+        rows = _measure(cases, chunks, sizes, options)
+    print(gpu_tables.wide(rows))
 
 
 def _options() -> Any:
@@ -122,63 +129,70 @@ def _options() -> Any:
     return parse.parse_args()
 
 
-def _measured(cases: Any, ids: list[list[int]], batch: int, options: Any) -> list[dict[str, Any]]:
-    """One row per case."""
-    chunks = [
-        pad(ids[i : i + batch], options.max_prompt)
-        for i in range(0, max(options.prompts, batch) - batch + 1, batch)
-    ]
+def _measure(cases: Cases, chunks: list[Chunk], sizes: dict[str, Any], options: Any) -> Rows:
+    """Rows of one batch size, written after every chunk; chunks in the file are not run again."""
+    kept = kept_rows(options.json)
+    others = [row for row in kept if row["batch"] != sizes["batch"]]
+    rows = [row for row in kept if row["batch"] == sizes["batch"]]
+    rows = rows or [{"drafter": name, **sizes, **dict.fromkeys(COUNTED, 0)} for name in cases]
+    done = rows[0]["prompts"] // sizes["batch"]
+    if done < len(chunks):
+        decode = partial(_decode, cases, options)
+        _prepare(cases, partial(decode, chunk=chunks[done]), sizes["batch"])
+    for place in tqdm(range(done, len(chunks)), file=sys.stderr):
+        first = place % len(cases)
+        names = [*cases][first:] + [*cases][:first]
+        programs = {name: partial(decode, name) for name in names}
+        seconds, outputs = take_turns(programs, [chunks[place]], options.turns)
+        means = {name: float(each.mean()) for name, each in seconds.items()}
+        for row in rows:
+            _add(row, means, {name: output for name, (output,) in outputs.items()})
+        write(options.json, others + rows)
+    return others + rows
 
-    def decode(name: str, chunk: Chunk) -> specjax.DecodeResult:
-        params, drafter = cases[name]
-        tokens, lengths = chunk
-        return specjax.decode(
-            params, tokens, prompt_lengths=lengths, drafter=drafter, stop_tokens=(),
-            max_new_tokens=options.max_new_tokens, **sampled(options.temperature),
-        )  # fmt: skip
 
-    def first(name: str) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(decode(name, chunks[0]))
-        return time.perf_counter() - begin
+def _decode(cases: Cases, options: Any, name: str, chunk: Chunk) -> specjax.DecodeResult:
+    params, drafter = cases[name]
+    tokens, lengths = chunk
+    return specjax.decode(
+        params, tokens, prompt_lengths=lengths, drafter=drafter, stop_tokens=(),
+        max_new_tokens=options.max_new_tokens, **sampled(options.temperature),
+    )  # fmt: skip
 
+
+def _prepare(cases: Cases, decode: Callable[[str], specjax.DecodeResult], batch: int) -> None:
+    """Measures the costs that `Auto` decides by, then compiles everything at once."""
     for params, drafter in cases.values():
         if isinstance(drafter, specjax.Auto):
             calibrate(params, batch)
     with ThreadPoolExecutor() as pool:
-        compiled = dict(zip(cases, pool.map(first, cases), strict=True))
-    programs = {name: partial(decode, name) for name in cases}
-    seconds, outputs = take_turns(programs, chunks, options.turns)
-    rows = []
-    for name in cases:
-        plain = PLAIN[name.split(", ")[1]]
-        stats = [output.stats for output in outputs[name]]
-        total = {
-            each: sum(int(getattr(part, each).sum()) for part in stats)
-            for each in ("generated", "rounds", "drafted", "accepted")
-        }
-        loops = sum(int(part.rounds.max()) for part in stats)
-        row = {
-            "drafter": name, "batch": batch, "temperature": options.temperature,
-            "prompts": len(chunks) * batch,
-            "tokens_per_second": total["generated"] * options.turns / float(seconds[name].sum()),
-            "tokens_per_round": total["generated"] / total["rounds"],
-            "kept": total["accepted"] / max(total["drafted"], 1),
-            "round_ms": 1e3 * float(seconds[name].sum()) / options.turns / loops,
-            "compile_s": compiled[name], "device": device_name(),
-        }  # fmt: skip
-        if plain in cases:
-            ratios = np.log(seconds[plain] / seconds[name])
-            speedup = geometric_mean(np.exp(ratios.mean(axis=0)))
-            row |= {
-                "speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high,
-                "identical": sum(
-                    int((np.asarray(a.tokens) == np.asarray(b.tokens)).all(axis=1).sum())
-                    for a, b in zip(outputs[name], outputs[plain], strict=True)
-                ),
-            }  # fmt: skip
-        rows.append(row)
-    return rows
+        jax.block_until_ready(list(pool.map(decode, cases)))
+
+
+def _add(
+    row: dict[str, Any], seconds: dict[str, float], outputs: dict[str, specjax.DecodeResult]
+) -> None:
+    """Adds one chunk to the row of its drafter: `seconds` are means over the turns."""
+    name = row["drafter"]
+    output, stats = outputs[name], outputs[name].stats
+    for count in ("generated", "rounds", "drafted", "accepted"):
+        row[count] += int(getattr(stats, count).sum())
+    row["prompts"] += row["batch"]
+    row["passes"] += int(stats.rounds.max())
+    row["seconds"] += seconds[name]
+    row |= {
+        "tokens_per_second": row["generated"] / row["seconds"],
+        "tokens_per_round": row["generated"] / row["rounds"],
+        "kept": row["accepted"] / max(row["drafted"], 1),
+        "round_ms": 1e3 * row["seconds"] / row["passes"],
+    }
+    plain = PLAIN[name.split(", ")[1]]
+    if plain in outputs:
+        same = (np.asarray(output.tokens) == np.asarray(outputs[plain].tokens)).all(axis=1)
+        row["identical"] = row.get("identical", 0) + int(same.sum())
+        row["by_chunk"] = [*row.get("by_chunk", ()), round(seconds[plain] / seconds[name], 4)]
+        speedup = geometric_mean(row["by_chunk"])
+        row |= {"speedup": speedup.mean, "speedup_low": speedup.low, "speedup_high": speedup.high}
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ def timed(rows: Rows) -> str:
     return first + "\n\n" + table(products, list(products[0]))
 
 
+COUNTS = "device", "generated", "rounds", "drafted", "accepted", "passes", "seconds"
+
+
 def wide(rows: Rows) -> str:
-    """All columns but the device, which the heading names."""
-    return compact([{name: row[name] for name in row if name != "device"} for row in rows])
+    """All columns but the device, which the heading names, and the counts behind the others."""
+    return compact([{name: row[name] for name in row if name not in COUNTS} for row in rows])

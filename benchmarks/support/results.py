@@ -14,7 +14,7 @@ from benchmarks.support.tables import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results"
 Rows = list[dict[str, Any]]
 
-HIDDEN = ("part", "by_step")
+HIDDEN = ("part", "by_step", "by_chunk")
 
 
 @dataclass(frozen=True)
