@@ -20,13 +20,14 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
                                       int64_t m, int64_t column, float* y) {
   const Product p{w, how, x};
   constexpr Arithmetic kInteger = Arithmetic::kInteger, kBfloat16 = Arithmetic::kBfloat16;
+  constexpr Arithmetic kInteger16 = Arithmetic::kInteger16;
+  const bool shallow = how.depth == kTileWords / 2;
   if (how.way != Way::kTiles) {
     avx512_bf16::kernels.multiply_columns(w, how, x, m, column, y);
   } else if (how.arithmetic == kInteger) {
     if (w.kind == Kind::kMxfp4) {
       return multiply_by_tiles<kInteger, Kind::kMxfp4, 8>(p, m, column, y);
     }
-    const bool shallow = how.depth == kTileWords / 2;
     if (w.kind == Kind::kInt4 && shallow) {
       multiply_by_tiles<kInteger, Kind::kInt4, 8>(p, m, column, y);
     } else if (w.kind == Kind::kInt4) {
@@ -35,6 +36,16 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
       multiply_by_tiles<kInteger, Kind::kInt8, 8>(p, m, column, y);
     } else {
       multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
+    }
+  } else if (how.arithmetic == kInteger16) {
+    if (w.kind == Kind::kInt8 && shallow) {
+      multiply_by_tiles<kInteger16, Kind::kInt8, 8>(p, m, column, y);
+    } else if (w.kind == Kind::kInt8) {
+      multiply_by_tiles<kInteger16, Kind::kInt8>(p, m, column, y);
+    } else if (shallow) {
+      multiply_by_tiles<kInteger16, Kind::kNestedInt8, 8>(p, m, column, y);
+    } else {
+      multiply_by_tiles<kInteger16, Kind::kNestedInt8>(p, m, column, y);
     }
   } else {
     if (w.kind == Kind::kInt4) return multiply_by_tiles<kBfloat16, Kind::kInt4>(p, m, column, y);
@@ -55,18 +66,16 @@ inline constexpr int64_t kFewerThanTiles = 4;
 
 inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
   Preparation how = preparation(w, x, levels);
-  const bool integers = how.arithmetic == Arithmetic::kInteger;
+  const bool integers = is_integer(how.arithmetic), wide = how.arithmetic == Arithmetic::kInteger16;
   const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
-  const bool wide =
-      how.arithmetic == Arithmetic::kFloat32 || how.arithmetic == Arithmetic::kInteger16;
-  if (few || wide) return how;
+  if (few || how.arithmetic == Arithmetic::kFloat32) return how;
   how.way = Way::kTiles;
   how.columns = kColumns;
-  if (!w.has_points()) how.sum_size = 0;  // codes are decoded to signed integers
+  if (!w.has_points() && !wide) how.sum_size = 0;  // codes are decoded to signed integers
   const int64_t group_words = w.group_size / (integers ? 4 : 2);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
   int64_t portions = (x.m + kTileRows - 1) / kTileRows;
-  if (portions > 1) portions += portions % 2;  // TileChunks takes them in pairs
+  if (portions > 1 && !wide) portions += portions % 2;  // TileChunks takes them in pairs
   how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
   how.rows = portions * how.portion;
   return how;

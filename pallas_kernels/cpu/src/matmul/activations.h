@@ -148,6 +148,20 @@ inline void copy_bfloat16(const Preparation& how, const Input& x, int64_t row, u
   }
 }
 
+// Copies one row of pairs of words, of high and of low bytes, to rows of their own: tiles read the
+// high bytes of a portion's rows, then the low ones.
+inline void write_planes(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
+                         uint32_t* out) {
+  const int64_t in_portion = row % how.portion;
+  uint32_t* high = out + (2 * (row - in_portion) + in_portion) * how.depth;
+  for (int64_t i = 0; i < count / 2; i += how.depth, high += 2 * how.rows * how.depth) {
+    uint32_t* low = high + how.portion * how.depth;
+    for (int64_t j = 0; j < how.depth; ++j) {
+      high[j] = words[2 * (i + j)], low[j] = words[2 * (i + j) + 1];
+    }
+  }
+}
+
 // Copies one row of [rows, words] to its place among the rows that stand together.
 inline void write_slices(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
                          uint32_t* out) {
@@ -194,7 +208,11 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
       std::memcpy(words, values, how.inputs * sizeof(float));
     }
   }
-  if (!panels) write_slices(how, words, count, row, out.words);
+  if (how.way == Way::kTiles && how.arithmetic == Arithmetic::kInteger16) {
+    write_planes(how, words, count, row, out.words);
+  } else if (!panels) {
+    write_slices(how, words, count, row, out.words);
+  }
 }
 
 }  // namespace specjax::SPECJAX_ISA

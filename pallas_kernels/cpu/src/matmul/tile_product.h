@@ -18,15 +18,19 @@ inline constexpr int kSideBySide = 2;       // vectors of outputs
 // Prefetch distance of a stream in lines. It is short because decoded tiles need the cache as well.
 inline constexpr int kLinesAhead = 64;
 
+// The sums of a tile: of integers of 16 bits, those of their high or of their low bytes.
+template <Arithmetic A>
+using TileSums = std::conditional_t<is_integer(A), Int, Float>;
+
 // Subtracts zeros · sums of x from the sums of a segment, for the portion's rows from `first` on.
 // Integers then count from the smallest one where there are minima.
 template <Arithmetic A, Kind kind>
 inline void take_zeros(const Product& p, const Group& group, const Place& place, int64_t first,
-                       typename Sums<A>::Vector* sums) {
+                       TileSums<A>* sums) {
   const int64_t at = place.segment * p.how.rows + first;
-  const Int zeros = group.zeros - offset(p.w.kind);  // the decoder has subtracted the offset
+  const Int zeros = group.zeros - offset(kind) + kLeft<kind>;  // the decoder subtracted the rest
   for (int64_t r = 0; r < p.how.portion; ++r) {
-    if constexpr (A == Arithmetic::kInteger) {
+    if constexpr (is_integer(A)) {
       sums[r] -= (zeros * static_cast<const int32_t*>(p.x.sums)[at + r]) << kShift<kind>;
     } else {
       const float sum = static_cast<const float*>(p.x.sums)[at + r];
@@ -39,25 +43,31 @@ inline void take_zeros(const Product& p, const Group& group, const Place& place,
 // the segment at places[i].
 template <Arithmetic A, Kind kind, int kCount>
 SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, const Place* places,
-                                 int64_t first, typename Sums<A>::Vector* const* sums, Float* y) {
-  constexpr bool kIntegers = A == Arithmetic::kInteger;
+                                 int64_t first, TileSums<A>* const* sums, Float* y) {
+  constexpr bool kIntegers = is_integer(A), kWide = A == Arithmetic::kInteger16;
   Group of_outputs[kCount];
   Float of_zero[kCount];
   const float* x_scales[kCount];
   SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
     const Group group = groups.read(vector, places[i].group);
-    if (kIntegers ? p.w.has_points() : p.w.zeros != nullptr) {
+    if (kIntegers ? p.w.has_points() || kLeft<kind> != 0 : p.w.zeros != nullptr) {
       take_zeros<A, kind>(p, group, places[i], first, sums[i]);
     }
     of_outputs[i] = group, of_zero[i] = values_of_zero(p.w, group);
-    x_scales[i] = p.x.scales + places[i].group * p.how.rows + first;
+    x_scales[i] = p.x.scales + (kWide ? places[i].segment : places[i].group) * p.how.rows + first;
   }
   for (int64_t r = 0; r < p.how.portion; ++r) {
     Float total = y[r];
     SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
       const Group& group = of_outputs[i];
       const int64_t at = places[i].segment * p.how.rows + first + r;
-      if constexpr (kIntegers) {
+      if constexpr (kWide) {
+        const Float x_scale = splat(x_scales[i][r]);
+        total = fma(to_float(sums[i][r]) * x_scale, group.scale, total);
+        if (p.w.minima == nullptr) continue;
+        const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[at];
+        total = fma(group.minima, splat(static_cast<float>(x_sum)) * x_scale, total);
+      } else if constexpr (kIntegers) {
         const Float sum = to_float(sums[i][r] >> kShift<kind>);
         if (p.w.minima == nullptr) {
           total = fma(sum, group.scale * x_scales[i][r], total);
@@ -104,7 +114,7 @@ class TilePair {
  protected:
   using Source = TileSource<A, kind, kDepth, kScaled>;
   using Slices = typename Source::Slices;
-  using Vector = typename Sums<A>::Vector;
+  using Vector = TileSums<A>;
   static constexpr int kRuns = Slices::kRuns;
   static constexpr bool kSegments = kind <= Kind::kInt8 && !kScaled;
   static constexpr int kTotals = kSegments ? 1 : kRuns;  // whose sum is an output
@@ -223,7 +233,8 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
 };
 
 // Multiplies several portions. A chunk is decoded for all of them, and multiplied by two portions
-// at a time. Tile 2 · portion + vector holds sums.
+// at a time. Tile 2 · portion + vector holds sums. The high and the low bytes of integers of 16 bits
+// are two portions, whose sums become one.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileChunks : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
@@ -251,13 +262,14 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
       }
     }
     for (int v = 0; v <= beside_; ++v) {
-      for (int64_t i = 0; i < portions; ++i) {
-        write_portion<kTotals>(p_, m, column_ + v * kLanes, first + i, totals_[v][i], y);
+      for (int64_t i = 0; i < portions / kPlanes; ++i) {
+        write_portion<kTotals>(p_, m, column_ + v * kLanes, first / kPlanes + i, totals_[v][i], y);
       }
     }
   }
 
  private:
+  static constexpr int kPlanes = kWordsOfX<A>;
   static constexpr int kPerChunk = Slices::kPerChunk;
   static constexpr int kChunkWords = kPerChunk * kDepth;  // of a run
 
@@ -316,13 +328,22 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
       return;
     }
     const Place place = Place::of<A>(p_, start);
-    end_portion<0>(place, portion, i);
-    end_portion<1>(place, portion + 1, i + 1);
+    if constexpr (kPlanes == 2) {
+      store_tile<0>(sums_[0], kBytes), store_tile<1>(sums_[1], kBytes);
+      store_tile<2>(low_[0], kBytes), store_tile<3>(low_[1], kBytes);
+      for (int v = 0; v < kSideBySide; ++v) {
+        for (int64_t r = 0; r < p_.how.portion; ++r) sums_[v][r] = (sums_[v][r] << 8) + low_[v][r];
+      }
+      add_sums(place, portion / 2, i / 2);
+    } else {
+      store_tile<0>(sums_[0], kBytes), store_tile<1>(sums_[1], kBytes);
+      add_sums(place, portion, i);
+      store_tile<2>(sums_[0], kBytes), store_tile<3>(sums_[1], kBytes);
+      add_sums(place, portion + 1, i + 1);
+    }
   }
 
-  template <int tiles>
-  SPECJAX_INLINE void end_portion(const Place& place, int64_t portion, int64_t i) {
-    store_tile<2 * tiles>(sums_[0], kBytes), store_tile<2 * tiles + 1>(sums_[1], kBytes);
+  SPECJAX_INLINE void add_sums(const Place& place, int64_t portion, int64_t i) {
     for (int v = 0; v < kSideBySide; ++v) {
       Vector* const sums = sums_[v];
       add_segments<A, kind, 1>(p_, groups_, v & beside_, &place, portion * p_.how.portion, &sums,
@@ -332,23 +353,24 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
 
   const Word* weights_[kSideBySide];
   alignas(64) Word buffers_[kSideBySide][kRuns * kChunkWords];
-  alignas(64) Vector sums_[kSideBySide][kTileRows];
+  alignas(64) Vector sums_[kSideBySide][kTileRows], low_[kSideBySide][kTileRows];
   alignas(64) Float totals_[kSideBySide][kPortionsPerPass][kTotals][kTileRows] = {};
 };
 
 template <Arithmetic A, Kind kind, int kDepth = kTileWords, bool kScaled = false>
 inline void multiply_by_tiles(const Product& p, int64_t m, int64_t first_column, float* y) {
   const TileShapes shapes(p.how.portion, kDepth);
-  const int64_t portions = p.how.rows / p.how.portion;
+  constexpr int kPlanes = kWordsOfX<A>;
+  const int64_t portions = p.how.rows / p.how.portion * kPlanes;
   const int64_t end = first_column + kColumns < p.w.n ? first_column + kColumns : p.w.n;
   for (int64_t column = first_column; column < end; column += kSideBySide * kLanes) {
     if (portions == 1) {
       TileStream<A, kind, kDepth, kScaled>(p, column).multiply(m, y);
       continue;
     }
-    for (int64_t first = 0; first < portions; first += kPortionsPerPass) {
-      const int64_t left = portions - first;
-      const int64_t count = left < kPortionsPerPass ? left : kPortionsPerPass;
+    constexpr int64_t kMost = kPortionsPerPass * kPlanes;
+    for (int64_t first = 0; first < portions; first += kMost) {
+      const int64_t left = portions - first, count = left < kMost ? left : kMost;
       TileChunks<A, kind, kDepth, kScaled>(p, column).multiply(m, first, count, y);
     }
   }

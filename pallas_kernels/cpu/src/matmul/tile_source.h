@@ -1,7 +1,7 @@
 // Reads a weight for tiles, a slice of one vector of outputs at a time: kDepth words of every run.
 //
 // Interleaved weights of 8 or 16 bits are loaded as they are stored. 4-bit codes are decoded to
-// signed bytes or bfloat16. MXFP4 in bfloat16 is also scaled, by a subtraction from the exponents,
+// signed bytes or bfloat16, and both planes of an 8-bit weight to signed bytes. MXFP4 in bfloat16 is also scaled, by a subtraction from the exponents,
 // where all scales allow it.
 #pragma once
 
@@ -13,6 +13,10 @@ namespace specjax::SPECJAX_ISA {
 // int4 codes become signed bytes in the upper halves of bytes: 16 times the integers.
 template <Kind kind>
 inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
+
+// What is left of the offset in the integers of tiles: bytes of two planes cannot hold all of them.
+template <Kind kind>
+inline constexpr int kLeft = kind == Kind::kNestedInt8 ? 8 : 0;
 
 // The codes of scales between which all values of MXFP4 but zero are normal bfloat16.
 inline constexpr uint8_t kFirstScale = 2, kLastScale = 252;
@@ -58,9 +62,9 @@ struct TileSlices {
 
   // Words of x from a slice to the next within a chunk, between runs, and from chunk to chunk.
   explicit TileSlices(const Product& p)
-      : words(kDepth * p.how.rows),
-        run_words(kPlane / kPerWord<A> * p.how.rows),
-        chunk_words(2 * kRun<A> / kPerWord<A> * p.how.rows),
+      : words(kDepth * p.how.rows * kWordsOfX<A>),
+        run_words(kPlane / kDepth / kPerWord<A> * words),
+        chunk_words(2 * kRun<A> / kDepth / kPerWord<A> * words),
         chunks(p.how.inputs / (2 * kRun<A>)),
         per_segment(p.segment<A>() / kInputs) {}
 
@@ -110,11 +114,23 @@ class TileSource {
   template <int kCount, int kRunWords>
   SPECJAX_INLINE void read_lines(int64_t slice, int first, Word* to) {
     const int64_t line = slice * kLines + first;
-    const uint8_t* from = is_whole(line + kCount) ? from_ + line * kBytes : transposed(line);
+    const bool whole = is_whole(line + kCount);
+    const uint8_t* from = whole ? from_ + line * kBytes : transposed(w_.data, line, data_);
     const Decoder<A, kind> decoder = decoder_;
     to += first * (kDepth / kLines);
-    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
-      decode<kRunWords>(decoder, load<Word>(from + i * kBytes), i, to);
+    if constexpr (kind == Kind::kNestedInt8) {
+      const uint8_t* rest =
+          whole ? from + (w_.rest - w_.data) : transposed(w_.rest, line, rest_);
+      SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
+        const Planes planes{load<Word>(from + i * kBytes), load<Word>(rest + i * kBytes)};
+        SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
+          to[run * kRunWords + i] = decoder.word(run, 0, planes) ^ 0x80808080u;
+        }
+      }
+    } else {
+      SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
+        decode<kRunWords>(decoder, load<Word>(from + i * kBytes), i, to);
+      }
     }
   }
 
@@ -125,7 +141,10 @@ class TileSource {
     if (!w_.interleaved) return;
     const int64_t offset = line * kBytes;
     const uint8_t* from = from_ + offset + (offset < length_ ? 0 : length_);
-    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) __builtin_prefetch(from + i * kBytes);
+    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
+      __builtin_prefetch(from + i * kBytes);
+      if (kind == Kind::kNestedInt8) __builtin_prefetch(from + (w_.rest - w_.data) + i * kBytes);
+    }
   }
 
  private:
@@ -137,12 +156,17 @@ class TileSource {
     return w_.interleaved && end * kWordBytes <= w_.row_bytes;
   }
 
-  // Line `line` of a weight that is stored row by row, or whose rows end within the square.
-  const uint8_t* transposed(int64_t line) {
-    const int64_t square = line / kLanes;
-    if (square != square_) read_square(w_, w_.data, column_, square * kBytes, words_);
-    square_ = square;
-    return reinterpret_cast<const uint8_t*>(words_ + line % kLanes);
+  struct Square {
+    int64_t number = -1;
+    Word words[kLanes];
+  };
+
+  // Line `line` of a plane that is stored row by row, or whose rows end within the square.
+  const uint8_t* transposed(const uint8_t* plane, int64_t line, Square& square) {
+    const int64_t number = line / kLanes;
+    if (number != square.number) read_square(w_, plane, column_, number * kBytes, square.words);
+    square.number = number;
+    return reinterpret_cast<const uint8_t*>(square.words + line % kLanes);
   }
 
   // Reads the scales of slice `slice`, which is one group of every run.
@@ -190,8 +214,7 @@ class TileSource {
   Decoder<A, kind> decoder_;
   Escapes escapes_;
   Word less_[kRuns];  // what the scales subtract from the exponents of both halves of a word
-  int64_t square_ = -1;
-  Word words_[kLanes];
+  Square data_, rest_;
 };
 
 }  // namespace specjax::SPECJAX_ISA

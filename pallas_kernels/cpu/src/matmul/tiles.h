@@ -71,7 +71,7 @@ SPECJAX_INLINE void store_tile(void* rows, int64_t stride) {
 // Tile `sums` += tile `x` · tile `weights`: of signed bytes, or of pairs of bfloat16.
 template <Arithmetic A, int sums, int x, int weights>
 SPECJAX_INLINE void add_product() {
-  if constexpr (A == Arithmetic::kInteger) {
+  if constexpr (is_integer(A)) {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
   } else {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
