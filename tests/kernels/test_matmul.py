@@ -113,8 +113,14 @@ def reads_integers(implementation: str, weight: Weight, x: jax.Array | np.ndarra
     """Whether "a16" reads x as integers of 16 bits."""
     if x.dtype != jnp.bfloat16 or not isinstance(weight, Rounded):
         return False
-    floats = ("reference", "avx512_bf16", "avx512_amx")  # of codes of 4 bits
-    return isinstance(weight, Int8Weight | NestedInt8Weight) or implementation not in floats
+    if isinstance(weight, Int8Weight | NestedInt8Weight):
+        return True
+    return implementation not in floats_of("mxfp4" if isinstance(weight, Mxfp4Weight) else "int4")
+
+
+def floats_of(name: str) -> tuple[str, ...]:
+    """The implementations in which codes of 4 bits meet x as floats."""
+    return ("reference", "avx512_bf16", *(("avx512_amx",) if name == "mxfp4" else ()))
 
 
 def represented(
@@ -328,9 +334,9 @@ class TestCpu:
                 same(runs(instruction_set, ROWS, stored, ("a16",)), expected)
 
     @pytest.mark.parametrize("name", ["int4-64", "int4-32-zeros", "int4-32-minima", "mxfp4"])
-    def test_without_products_of_bfloat16_codes_are_multiplied_as_integers(self, name: str) -> None:
-        # The same bits on every such processor.
-        sets = [each for each in FUSED if each not in ("avx512_bf16", "avx512_amx")]
+    def test_codes_that_are_multiplied_as_integers_have_the_same_bits(self, name: str) -> None:
+        # The same bits on every such processor, and of integers by tiles.
+        sets = [each for each in FUSED if each not in floats_of(name)]
         weight = random_weight(name, 70, 300)
         for stored in (weight, interleave(weight)):
             expected = runs(sets[-1], ROWS, stored, ("a16",))

@@ -4,7 +4,7 @@
 // Integer sums are exact, so tiles and vectors give the same bits. Vectors multiply a few rows by
 // 4-bit codes: most of that work is decoding, and vectors need not store what they decode. Tiles
 // round sums of bfloat16 products in their own order, so they compute all of them: the bits of a
-// row must not depend on the other rows.
+// row must not depend on the other rows. INT4 codes therefore meet 16-bit activations as integers.
 #pragma once
 
 #include "matmul/matmul.h"
@@ -38,7 +38,11 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
       multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
     }
   } else if (how.arithmetic == kInteger16) {
-    if (w.kind == Kind::kInt8 && shallow) {
+    if (w.kind == Kind::kInt4 && shallow) {
+      multiply_by_tiles<kInteger16, Kind::kInt4, 8>(p, m, column, y);
+    } else if (w.kind == Kind::kInt4) {
+      multiply_by_tiles<kInteger16, Kind::kInt4>(p, m, column, y);
+    } else if (w.kind == Kind::kInt8 && shallow) {
       multiply_by_tiles<kInteger16, Kind::kInt8, 8>(p, m, column, y);
     } else if (w.kind == Kind::kInt8) {
       multiply_by_tiles<kInteger16, Kind::kInt8>(p, m, column, y);
@@ -61,13 +65,14 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
   }
 }
 
-// Up to so many rows of x, vectors are faster than tiles at 4-bit codes.
-inline constexpr int64_t kFewerThanTiles = 4;
+// Up to so many rows of x, vectors are faster than tiles at 4-bit codes: of 8 bits, and of 16.
+inline constexpr int64_t kFewerThanTiles = 4, kFewerThanTiles16 = 2;
 
 inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
   Preparation how = preparation(w, x, levels);
   const bool integers = is_integer(how.arithmetic), wide = how.arithmetic == Arithmetic::kInteger16;
-  const bool few = integers && w.nibbles() && w.interleaved && x.m <= kFewerThanTiles;
+  const int64_t most = wide ? kFewerThanTiles16 : kFewerThanTiles;
+  const bool few = integers && w.nibbles() && w.interleaved && x.m <= most;
   if (few || how.arithmetic == Arithmetic::kFloat32) return how;
   how.way = Way::kTiles;
   how.columns = kColumns;

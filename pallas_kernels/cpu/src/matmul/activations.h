@@ -72,14 +72,19 @@ inline float power_above(float value) {
   return value;
 }
 
+// Integers as 256 · high + low.
+inline void split_bytes(const int16_t* q, int64_t size, int8_t* high, int8_t* low) {
+  for (int64_t i = 0; i < size; ++i) {
+    high[i] = static_cast<int8_t>((q[i] + 128) >> 8);  // rounded, because `low` is signed
+    low[i] = static_cast<int8_t>(q[i]);
+  }
+}
+
 // Writes at most kPlane integers as Sums<Arithmetic::kInteger16> reads them.
 inline void write_integers16(const int16_t* q, int64_t size, uint32_t* words) {
   if constexpr (kHasDot4) {
     int8_t high[kPlane], low[kPlane];
-    for (int64_t i = 0; i < size; ++i) {
-      high[i] = static_cast<int8_t>((q[i] + 128) >> 8);  // rounded, because `low` is signed
-      low[i] = static_cast<int8_t>(q[i]);
-    }
+    split_bytes(q, size, high, low);
     for (int64_t i = 0; i < size; i += 4) {
       std::memcpy(words + i / 2, high + i, sizeof *words);
       std::memcpy(words + i / 2 + 1, low + i, sizeof *words);
@@ -93,13 +98,12 @@ inline void write_integers16(const int16_t* q, int64_t size, uint32_t* words) {
   }
 }
 
-// Quantizes one group of at most kPlane values: integers of 16 bits ≈ values / scale. Returns the
-// scale, a power of two, and their sum in `sum`.
-inline float quantize16(const float* values, int64_t size, uint32_t* words, int32_t& sum) {
+// Quantizes one group of at most kPlane values: q ≈ values / scale. Returns the scale, a power of
+// two, and their sum in `sum`.
+inline float quantize16(const float* values, int64_t size, int16_t* q, int32_t& sum) {
   float scale = power_above(largest(values, size) * (1.0f / kLevels16));
   if (scale < kTiny) scale = 0;
   const float inverse = scale == 0 ? 0 : 1 / scale;
-  int16_t q[kPlane];
   int32_t total = 0;
   for (int64_t i = 0; i < size; ++i) {
     const float shifted = values[i] * inverse + kRound;
@@ -109,7 +113,6 @@ inline float quantize16(const float* values, int64_t size, uint32_t* words, int3
     total += q[i];
   }
   sum = total;
-  write_integers16(q, size, words);
   return scale;
 }
 
@@ -148,17 +151,15 @@ inline void copy_bfloat16(const Preparation& how, const Input& x, int64_t row, u
   }
 }
 
-// Copies one row of pairs of words, of high and of low bytes, to rows of their own: tiles read the
-// high bytes of a portion's rows, then the low ones.
+// Copies the high bytes of one row and its low ones, `count` words each, to rows of their own:
+// tiles read the high bytes of a portion's rows, then the low ones.
 inline void write_planes(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
                          uint32_t* out) {
-  const int64_t in_portion = row % how.portion;
+  const int64_t in_portion = row % how.portion, size = how.depth * sizeof(uint32_t);
   uint32_t* high = out + (2 * (row - in_portion) + in_portion) * how.depth;
-  for (int64_t i = 0; i < count / 2; i += how.depth, high += 2 * how.rows * how.depth) {
-    uint32_t* low = high + how.portion * how.depth;
-    for (int64_t j = 0; j < how.depth; ++j) {
-      high[j] = words[2 * (i + j)], low[j] = words[2 * (i + j) + 1];
-    }
+  for (int64_t i = 0; i < count; i += how.depth, high += 2 * how.rows * how.depth) {
+    std::memcpy(high, words + i, size);
+    std::memcpy(high + how.portion * how.depth, words + count + i, size);
   }
 }
 
@@ -182,6 +183,7 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
   }
   const int64_t count = words_of(how.arithmetic, how.inputs);
   const bool panels = how.way == Way::kPanels;
+  const bool in_planes = how.arithmetic == Arithmetic::kInteger16 && how.way == Way::kTiles;
   uint32_t* words =
       panels ? out.words + row * count : reinterpret_cast<uint32_t*>(values + how.inputs);
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
@@ -197,8 +199,15 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
   } else if (how.arithmetic == Arithmetic::kInteger16) {
     for (int64_t g = 0; g < how.inputs / how.group_size; ++g) {
       const int64_t start = g * how.group_size, at = g * how.rows + row;
-      out.scales[at] = quantize16(values + start, how.group_size, words + start / 2,
-                                  static_cast<int32_t*>(out.sums)[at]);
+      int16_t q[kPlane];
+      out.scales[at] =
+          quantize16(values + start, how.group_size, q, static_cast<int32_t*>(out.sums)[at]);
+      if (in_planes) {
+        int8_t* high = reinterpret_cast<int8_t*>(words) + start;
+        split_bytes(q, how.group_size, high, high + how.inputs);
+      } else {
+        write_integers16(q, how.group_size, words + start / 2);
+      }
     }
   } else {
     sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + row, how.rows);
@@ -208,8 +217,8 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
       std::memcpy(words, values, how.inputs * sizeof(float));
     }
   }
-  if (how.way == Way::kTiles && how.arithmetic == Arithmetic::kInteger16) {
-    write_planes(how, words, count, row, out.words);
+  if (in_planes) {
+    write_planes(how, words, count / 2, row, out.words);
   } else if (!panels) {
     write_slices(how, words, count, row, out.words);
   }

@@ -162,15 +162,23 @@ inline void multiply_columns(const Weight& w, const Preparation& how, const Prep
   }
 }
 
+// Codes of 4 bits are multiplied faster as bfloat16, where there is a product for that; by tiles,
+// only those whose scales are exponents.
+constexpr bool faster_as_bfloat16(Kind kind) {
+#if defined(__AMX_INT8__)
+  return kind == Kind::kMxfp4;
+#else
+  return kHasBf16 && (kind == Kind::kInt4 || kind == Kind::kMxfp4);
+#endif
+}
+
 inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
   how.levels = levels;
   how.rows = x.m;
   how.k = x.k;
   how.columns = kColumns;
-  // Codes of 4 bits are multiplied faster as bfloat16, where there is a product for that.
-  const bool codes = w.kind == Kind::kInt4 || w.kind == Kind::kMxfp4;
-  const bool wide = x.bfloat16 && w.quantized() && !(codes && kHasBf16);
+  const bool wide = x.bfloat16 && w.quantized() && !faster_as_bfloat16(w.kind);
   const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.halves());
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
                    : wide      ? Arithmetic::kInteger16

@@ -39,6 +39,9 @@ inline void take_zeros(const Product& p, const Group& group, const Place& place,
   }
 }
 
+// Vectors from the sums of high bytes to those of low ones.
+inline constexpr int kToLow = kSideBySide * kTileRows;
+
 // Adds kCount segments to y, in order, for the portion's rows from `first` on. sums[i] are those of
 // the segment at places[i].
 template <Arithmetic A, Kind kind, int kCount>
@@ -51,7 +54,7 @@ SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, c
   SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
     const Group group = groups.read(vector, places[i].group);
     if (kIntegers ? p.w.has_points() || kLeft<kind> != 0 : p.w.zeros != nullptr) {
-      take_zeros<A, kind>(p, group, places[i], first, sums[i]);
+      take_zeros<A, kind>(p, group, places[i], first, sums[i] + (kWide ? kToLow : 0));
     }
     of_outputs[i] = group, of_zero[i] = values_of_zero(p.w, group);
     x_scales[i] = p.x.scales + (kWide ? places[i].segment : places[i].group) * p.how.rows + first;
@@ -63,7 +66,8 @@ SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, c
       const int64_t at = places[i].segment * p.how.rows + first + r;
       if constexpr (kWide) {
         const Float x_scale = splat(x_scales[i][r]);
-        total = fma(to_float(sums[i][r]) * x_scale, group.scale, total);
+        const Int sum = ((sums[i][r] << 8) + sums[i][r + kToLow]) >> kShift<kind>;
+        total = fma(to_float(sum) * x_scale, group.scale, total);
         if (p.w.minima == nullptr) continue;
         const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[at];
         total = fma(group.minima, splat(static_cast<float>(x_sum)) * x_scale, total);
@@ -233,8 +237,8 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
 };
 
 // Multiplies several portions. A chunk is decoded for all of them, and multiplied by two portions
-// at a time. Tile 2 · portion + vector holds sums. The high and the low bytes of integers of 16 bits
-// are two portions, whose sums become one.
+// at a time. Tile 2 · portion + vector holds sums. The high and the low bytes of integers of 16
+// bits are two portions, whose sums become one.
 template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
 class TileChunks : TilePair<A, kind, kDepth, kScaled> {
   using Pair = TilePair<A, kind, kDepth, kScaled>;
@@ -261,6 +265,7 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
         }
       }
     }
+    if constexpr (kSegments) finish();
     for (int v = 0; v <= beside_; ++v) {
       for (int64_t i = 0; i < portions / kPlanes; ++i) {
         write_portion<kTotals>(p_, m, column_ + v * kLanes, first / kPlanes + i, totals_[v][i], y);
@@ -327,33 +332,43 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
       store_tile<2>(totals_[0][i + 1][run], kBytes), store_tile<3>(totals_[1][i + 1][run], kBytes);
       return;
     }
-    const Place place = Place::of<A>(p_, start);
-    if constexpr (kPlanes == 2) {
-      store_tile<0>(sums_[0], kBytes), store_tile<1>(sums_[1], kBytes);
-      store_tile<2>(low_[0], kBytes), store_tile<3>(low_[1], kBytes);
-      for (int v = 0; v < kSideBySide; ++v) {
-        for (int64_t r = 0; r < p_.how.portion; ++r) sums_[v][r] = (sums_[v][r] << 8) + low_[v][r];
-      }
-      add_sums(place, portion / 2, i / 2);
-    } else {
-      store_tile<0>(sums_[0], kBytes), store_tile<1>(sums_[1], kBytes);
-      add_sums(place, portion, i);
-      store_tile<2>(sums_[0], kBytes), store_tile<3>(sums_[1], kBytes);
-      add_sums(place, portion + 1, i + 1);
+    // Tile products take long: meanwhile, the segment before is added.
+    Vector(*sums)[kTileRows] = sums_[turn_];
+    store_tile<0>(sums[0], kBytes), store_tile<1>(sums[1], kBytes);
+    store_tile<2>(sums[2], kBytes), store_tile<3>(sums[3], kBytes);
+    finish();
+    stored_ = {Place::of<A>(p_, start), portion, i};
+    turn_ ^= 1;
+  }
+
+  // Adds the segment whose sums are stored.
+  SPECJAX_INLINE void finish() {
+    if (stored_.portion < 0) return;
+    SPECJAX_UNROLL for (int each = 0; each < 2 / kPlanes; ++each) {
+      const int64_t portion = stored_.portion / kPlanes + each, i = stored_.i / kPlanes + each;
+      add_sums(sums_[turn_ ^ 1] + each * kSideBySide, stored_.place, portion, i);
     }
   }
 
-  SPECJAX_INLINE void add_sums(const Place& place, int64_t portion, int64_t i) {
+  SPECJAX_INLINE void add_sums(Vector (*of_vectors)[kTileRows], const Place& place, int64_t portion,
+                               int64_t i) {
     for (int v = 0; v < kSideBySide; ++v) {
-      Vector* const sums = sums_[v];
+      Vector* const sums = of_vectors[v];
       add_segments<A, kind, 1>(p_, groups_, v & beside_, &place, portion * p_.how.portion, &sums,
                                totals_[v][i][0]);
     }
   }
 
+  struct Stored {
+    Place place;
+    int64_t portion, i;
+  };
+
   const Word* weights_[kSideBySide];
+  Stored stored_{{}, -1, 0};
+  int turn_ = 0;  // whose sums are stored next
   alignas(64) Word buffers_[kSideBySide][kRuns * kChunkWords];
-  alignas(64) Vector sums_[kSideBySide][kTileRows], low_[kSideBySide][kTileRows];
+  alignas(64) Vector sums_[2][4][kTileRows];
   alignas(64) Float totals_[kSideBySide][kPortionsPerPass][kTotals][kTileRows] = {};
 };
 

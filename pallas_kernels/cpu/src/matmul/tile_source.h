@@ -1,8 +1,8 @@
 // Reads a weight for tiles, a slice of one vector of outputs at a time: kDepth words of every run.
 //
 // Interleaved weights of 8 or 16 bits are loaded as they are stored. 4-bit codes are decoded to
-// signed bytes or bfloat16, and both planes of an 8-bit weight to signed bytes. MXFP4 in bfloat16 is also scaled, by a subtraction from the exponents,
-// where all scales allow it.
+// signed bytes or bfloat16, and both planes of an 8-bit weight to signed bytes. MXFP4 in bfloat16
+// is also scaled, by a subtraction from the exponents, where all scales allow it.
 #pragma once
 
 #include "matmul/product.h"
@@ -119,8 +119,7 @@ class TileSource {
     const Decoder<A, kind> decoder = decoder_;
     to += first * (kDepth / kLines);
     if constexpr (kind == Kind::kNestedInt8) {
-      const uint8_t* rest =
-          whole ? from + (w_.rest - w_.data) : transposed(w_.rest, line, rest_);
+      const uint8_t* rest = whole ? from + (w_.rest - w_.data) : transposed(w_.rest, line, rest_);
       SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
         const Planes planes{load<Word>(from + i * kBytes), load<Word>(rest + i * kBytes)};
         SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
