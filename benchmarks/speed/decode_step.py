@@ -231,7 +231,8 @@ def main() -> None:
     parser.add_argument("--cache-bits", nargs="+", type=int, default=[16])
     parser.add_argument("--new-tokens", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--read", nargs="+", type=int, default=[512], help="tokens of prompts")
-    parser.add_argument("--heads", nargs="+", default=["int4", "bfloat16"])
+    heads = "int4", "bfloat16"
+    parser.add_argument("--heads", nargs="+", choices=heads, default=heads)
     parser.add_argument("--model", help="what specjax.load reads, instead of random weights")
     parser.add_argument("--peers", metavar="PYTHON", help="Python of the peers' environment")
     options = parser.parse_args()
