@@ -8,7 +8,7 @@ A table stands between two comments and is made by the function of that name:
 A number in prose is followed by a comment that names its file, field and row; `median`, `min`,
 `max` or `sum` before the field takes several rows together:
 
-    1.42×<!-- xeon_amx/drafters_1: speedup of drafter=QSpec, 4-bit target -->
+    1.25×<!-- nvidia_h100_80gb_hbm3/wide: speedup of drafter=QSpec(3) a8, nested; batch=1 -->
     90 %<!-- epyc/products: median fraction of kernel=w4a8; m=1 -->
 
 A number that nothing here measured (a limit, a size that was chosen) says `<!-- not measured -->`;

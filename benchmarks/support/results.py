@@ -21,7 +21,7 @@ HIDDEN = ("part", "by_step", "by_chunk")
 class Result:
     """One file of `benchmarks/results/<machine>/`."""
 
-    name: str  # "epyc/drafters_1"
+    name: str  # "epyc/wide_8"
     environment: dict[str, Any]
     rows: Rows
 
@@ -39,7 +39,7 @@ class Result:
 
 
 def load(name: str) -> Result:
-    """The result of a name such as "epyc/drafters_1"."""
+    """The result of a name such as "epyc/wide_8"."""
     document = json.loads((RESULTS / f"{name}.json").read_text())
     return Result(name, document["environment"], document["rows"])
 

@@ -14,7 +14,7 @@ from benchmarks.support.results import Rows, plain
 class Section:
     """The tables of one benchmark."""
 
-    module: str  # "speed.drafters"
+    module: str  # "speed.wide"
     files: str  # the pattern of its results' names
     title: str
     note: str = ""
@@ -140,8 +140,10 @@ BILLION = Page(
     "Drafters of a widened model: its acceptance is a small model's, its cost a large one's.",
     (
         Section("speed.wide", "wide*", "Drafters on CPU and GPU, a billion parameters",
-                "`tiny-16bit` widened as below, its prompts read inside the time. Nested models "
-                "are compared with plain decoding in bfloat16. *identical*: outputs that are plain "
+                "`tiny-16bit` widened to 1.04 billion parameters (`benchmarks/support/widen.py`): "
+                "acceptance is the small model's, cost the large one's. Prompts are read inside "
+                "the time. Nested models are compared with plain decoding in bfloat16. "
+                "*identical*: outputs that are plain "
                 "decoding's; *round ms*: one turn of the loop; *compile s*: of all programs at "
                 "once, the GPU's on 16 cores. On the H100 nothing else ran while decoding was "
                 "timed, and each plain row in 4 bits or bfloat16 is the base of those below it. "
@@ -150,13 +152,6 @@ BILLION = Page(
                 "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after. "
                 "Rows without a temperature are greedy.",
                 gpu_tables.wide),
-        Section("speed.drafters", "drafters_*", "Drafters, a billion parameters",
-                "The target is `tiny-16bit` widened to 1.04 billion parameters "
-                "(`benchmarks/support/widen.py`): acceptance is the small model's, cost the "
-                "large's. *speedup* is over plain decoding in the same run. *16-bit head* keeps "
-                "the output matrix in 16 bits; *4-bit target* rows compare with plain decoding of "
-                "that model.", compact, apart=True),
-        Section("speed.planner", "planner", "Predicted and measured speed-up", render=compact),
         Section("speed.planner", "smollm2_planner*", "Where a model's own draft pays",
                 "SmolLM2 drafts for itself by `QSpec`, beside its plain decoding; real prompts, "
                 "whose reading is not in the times. Costs and acceptance are measured at the "

@@ -17,14 +17,13 @@ This measures the bytes and operations of the large shape, and the acceptance of
 text. It does not measure how well a model of this size agrees with its own casts. Casts of larger
 models err less (ML-SpecQD accepts more than 90 % of an MXFP4 cast's drafts), so acceptance is
 rather underestimated. Most layers do nothing, so skipping only those would be free. A small layer
-therefore represents the block of layers that begins with it (`layer_blocks`), and a draft skips
-whole blocks. Do not use this to find out which layers a large model can spare.
+therefore represents the block of layers that begins with it. Do not use this to find out which
+layers a large model can spare.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +86,6 @@ def widen(params: Params, *, seed: int = 0, **sizes: int) -> Params:
 def first_layers(small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:
     """The indices of the small model's layers in the large one."""
     return tuple(i * wide.num_layers // small.num_layers for i in range(small.num_layers))
-
-
-def layer_blocks(kept: Sequence[int], small: ModelConfig, wide: ModelConfig) -> tuple[int, ...]:
-    """The large model's layers that represent some layers of the small one."""
-    ends = (*first_layers(small, wide), wide.num_layers)
-    return tuple(layer for i in kept for layer in range(ends[i], ends[i + 1]))
 
 
 def _check(params: Params, wide: ModelConfig) -> None:

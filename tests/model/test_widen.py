@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax
-from benchmarks.support.widen import first_layers, layer_blocks, widen
+from benchmarks.support.widen import first_layers, widen
 from specjax.model.kv_cache import KVCache
 from tests.support.compiled import forward
 from tests.support.covering import representatives
@@ -58,11 +58,7 @@ def test_logits_are_the_small_models(method: str | None) -> None:
 
 def test_a_block_of_layers_stands_for_a_layer() -> None:
     assert first_layers(SMALL, WIDE.config) == (0, 1, 3)
-    blocks = layer_blocks((0, 2), SMALL, WIDE.config)
-    assert blocks == (0, 3, 4)
-    _assert_same(_logits(WIDE, blocks), _logits(PARAMS, (0, 2)))
-    everything = layer_blocks((0, 1, 2), SMALL, WIDE.config)
-    assert everything == tuple(range(SIZES["num_layers"]))
+    _assert_same(_logits(WIDE, (0, 3, 4)), _logits(PARAMS, (0, 2)))
 
 
 def test_added_weights_are_there() -> None:
