@@ -5,9 +5,10 @@
 #     benchmarks/peers/install.sh FOLDER
 #
 # llama.cpp is compiled twice for this machine, ten minutes or so each on two cores. On a machine
-# with AMX, compile it with clang (CC=clang CXX=clang++): gcc 12 moves tile loads, and its program
-# crashes. Its version is fixed because its low-level interface changes. torchvision is not used,
-# and fails beside a build of PyTorch that is not its own.
+# with AMX, compile it with clang 19 (CC=clang-19 CXX=clang++-19): gcc 12 moves tile loads, and its
+# program crashes; clang 14 leaves the tiles out. Its version is fixed because its low-level
+# interface changes. torchvision is not used, and fails beside a build of PyTorch that is not its
+# own.
 set -euo pipefail
 folder=${1:?"usage: benchmarks/peers/install.sh FOLDER"}
 llama=llama-cpp-python==0.3.36

@@ -42,7 +42,13 @@ def write_model(path: Path, *, weight_format: str, layers: int) -> None:
     writer.add_rope_freq_base(shape["rope_theta"])
     writer.add_layer_norm_rms_eps(1e-5)
 
-    def matrix(name: str, rows: int, columns: int) -> None:
+    def _version() -> str:
+    """llama.cpp's version, and whether it was compiled for the tile products of the processor."""
+    tiles = b"AMX_INT8 = 1" in llama.llama_print_system_info()
+    return llama.__version__ + (", with AMX" if tiles else "")
+
+
+def matrix(name: str, rows: int, columns: int) -> None:
         # A few random rows repeat, because the time does not depend on the values.
         few = gguf.quantize(rng.normal(0, 0.02, (64, columns)).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", np.tile(few, (rows // 64, 1)), raw_dtype=kind)
@@ -147,7 +153,7 @@ def main() -> None:
         )
         if model is None:
             raise RuntimeError(f"llama.cpp could not load {path}")
-        engine = f"llama.cpp {weight_format}", llama.__version__, weight_format, "a8"
+        engine = f"llama.cpp {weight_format}", _version(), weight_format, "a8"
         for batch, context in itertools.product(options.batch, options.context):
             decoder = Decoder(model, batch, peers.prompt_length(context))
             peers.measure(*engine, batch, context, decoder.step)
