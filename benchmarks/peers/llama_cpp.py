@@ -42,13 +42,7 @@ def write_model(path: Path, *, weight_format: str, layers: int) -> None:
     writer.add_rope_freq_base(shape["rope_theta"])
     writer.add_layer_norm_rms_eps(1e-5)
 
-    def _version() -> str:
-    """llama.cpp's version, and whether it was compiled for the tile products of the processor."""
-    tiles = b"AMX_INT8 = 1" in llama.llama_print_system_info()
-    return llama.__version__ + (", with AMX" if tiles else "")
-
-
-def matrix(name: str, rows: int, columns: int) -> None:
+    def matrix(name: str, rows: int, columns: int) -> None:
         # A few random rows repeat, because the time does not depend on the values.
         few = gguf.quantize(rng.normal(0, 0.02, (64, columns)).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", np.tile(few, (rows // 64, 1)), raw_dtype=kind)
@@ -137,6 +131,12 @@ def errors_only(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     """Lets llama.cpp print errors only."""
     if level == ERROR:
         sys.stderr.write(text.decode())
+
+
+def _version() -> str:
+    """llama.cpp's version, and whether it was compiled for the tile products of the processor."""
+    tiles = b"AMX_INT8 = 1" in llama.llama_print_system_info()
+    return str(llama.__version__) + (", with AMX" if tiles else "")
 
 
 def main() -> None:
