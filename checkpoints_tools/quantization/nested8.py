@@ -14,12 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from checkpoints_tools.quantization.rows import over_rows
-from checkpoints_tools.quantization.rtn import (
-    WEIGHT_NORM,
-    WEIGHT_RATIOS,
-    best_scales,
-    grouped,
-)
+from checkpoints_tools.quantization.rtn import WEIGHT_RATIOS, best_scales, grouped, penalty
 from pallas_kernels.formats import check_group_size
 from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
@@ -62,7 +57,7 @@ def _errors(groups: jax.Array, scales: jax.Array) -> jax.Array:
     q = _nearest(groups, scales)
     coarse = groups - jnp.floor(q / STEPS + 0.5) * scales
     fine = STEPS * (groups - q * scales / STEPS)
-    return jnp.sum(jnp.abs(coarse) ** WEIGHT_NORM + jnp.abs(fine) ** WEIGHT_NORM, axis=-1)
+    return jnp.sum(penalty(coarse) + penalty(fine), axis=-1)
 
 
 def _nearest(values: jax.Array, scales: jax.Array) -> jax.Array:

@@ -192,7 +192,12 @@ def _round_searched(
 
 def _weight_errors(difference: jax.Array) -> jax.Array:
     """Σ |d|^2.4 over every group: f32[N, G, g] -> f32[N, G]."""
-    return jnp.sum(jnp.abs(difference) ** WEIGHT_NORM, axis=-1)
+    return jnp.sum(penalty(difference), axis=-1)
+
+
+def penalty(difference: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """|d|^2.4 of every difference, by logarithms: XLA's power takes four times as long on a CPU."""
+    return jnp.exp(WEIGHT_NORM * jnp.log(jnp.abs(difference)))
 
 
 def _output_errors(difference: jax.Array, blocks: jax.Array) -> jax.Array:
