@@ -32,7 +32,7 @@ FLAGS = (
 # other is to be compiled for them.
 BELOW = {
     "avx512_amx": ("avx512_bf16", ["-mno-amx-int8", "-mno-amx-bf16"]),
-    "avx512_bf16": ("avx512_vnni", ["-mno-avx512bf16"]),
+    "avx512_bf16": ("avx512_vnni", ["-mno-avx512bf16", "-mno-avxvnni"]),
     "avx2_vnni": ("avx2", ["-mno-avxvnni"]),
 }
 

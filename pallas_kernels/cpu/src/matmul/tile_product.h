@@ -29,9 +29,12 @@ inline void take_zeros(const Product& p, const Group& group, const Place& place,
                        TileSums<A>* sums) {
   const int64_t at = place.segment * p.how.rows + first;
   const Int zeros = group.zeros - offset(kind) + kLeft<kind>;  // the decoder subtracted the rest
+  // Rows that fill the portion up have sums that nothing wrote: products of unsigned integers may
+  // wrap around.
   for (int64_t r = 0; r < p.how.portion; ++r) {
     if constexpr (is_integer(A)) {
-      sums[r] -= (zeros * static_cast<const int32_t*>(p.x.sums)[at + r]) << kShift<kind>;
+      const Word taken = (Word)zeros * static_cast<const uint32_t*>(p.x.sums)[at + r];
+      sums[r] = (Int)((Word)sums[r] - (taken << kShift<kind>));
     } else {
       const float sum = static_cast<const float*>(p.x.sums)[at + r];
       sums[r] = fma(to_float(-zeros), splat(sum), sums[r]);
@@ -66,7 +69,8 @@ SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, c
       const int64_t at = places[i].segment * p.how.rows + first + r;
       if constexpr (kWide) {
         const Float x_scale = splat(x_scales[i][r]);
-        const Int sum = ((sums[i][r] << 8) + sums[i][r + kToLow]) >> kShift<kind>;
+        const Word both = ((Word)sums[i][r] << 8) + (Word)sums[i][r + kToLow];
+        const Int sum = (Int)both >> kShift<kind>;
         total = fma(to_float(sum) * x_scale, group.scale, total);
         if (p.w.minima == nullptr) continue;
         const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[at];
