@@ -63,7 +63,7 @@ def answer(params: specjax.Params, tokenizer: Tokenizer, messages: list[tuple[st
 def test_a_turn_sees_those_before_it_until_a_reset(tokenizer, monkeypatch, capsys) -> None:
     system = ("system", "Be brief.")
     endless = answer_tokens(load(monkeypatch), tokenizer, [system, ("user", "Hello")])
-    # What a model says depends on the processor: its answers end with a token that it does say.
+    # The processor decides what a model says, so answers end with a token that it does say here.
     last = next(token for i, token in enumerate(endless) if i > 4 and token not in endless[:i])
     params = load(monkeypatch, last)
     first = answer(params, tokenizer, [system, ("user", "Hello")])

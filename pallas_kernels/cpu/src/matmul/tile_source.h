@@ -14,7 +14,7 @@ namespace specjax::SPECJAX_ISA {
 template <Kind kind>
 inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
 
-// What is left of the offset in the integers of tiles: bytes of two planes cannot hold all of them.
+// The part of the offset that integers of tiles keep: signed bytes cannot hold those of two planes.
 template <Kind kind>
 inline constexpr int kLeft = kind == Kind::kNestedInt8 ? 8 : 0;
 
