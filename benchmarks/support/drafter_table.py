@@ -7,6 +7,8 @@ from typing import Any
 import specjax
 from specjax import Adaptive, Drafter, DraftModel, Heuristic, LayerSkip, MultiLevel, Params
 
+_BELOW = 2  # tokens per draft of a small model below a cast
+
 
 def model_drafters(
     target: Params,
@@ -16,7 +18,6 @@ def model_drafters(
     small_length: int = 4,
     cast_length: int = 5,
     levels_length: int = 8,
-    below_length: int = 2,
 ) -> dict[str, Drafter]:
     """Drafters with models. A cast shares the cache and has a 4-bit head, unless named otherwise.
 
@@ -25,8 +26,7 @@ def model_drafters(
       small: another model of the same vocabulary.
       skip: the drafter that skips layers of the target.
       small_length, cast_length: tokens per draft of the small model, and of a cast.
-      levels_length: tokens per draft of a cast that the small model drafts for, below_length at a
-        time.
+      levels_length: tokens per draft of a cast that the small model drafts for, two at a time.
     """
     cast = specjax.quantize(target, "mxfp4", lm_head=True)
     body = specjax.quantize(target, "mxfp4")
@@ -37,7 +37,7 @@ def model_drafters(
         return DraftModel(params, length, share_cache=True, **options)
 
     def below() -> DraftModel:
-        return DraftModel(small_cast, below_length)
+        return DraftModel(small_cast, _BELOW)
 
     return {
         "small model": DraftModel(small, small_length),
