@@ -134,6 +134,8 @@ def _measure(cases: Cases, chunks: list[Chunk], sizes: dict[str, Any], options: 
     kept = kept_rows(options.json)
     others = [row for row in kept if row["batch"] != sizes["batch"]]
     rows = [row for row in kept if row["batch"] == sizes["batch"]]
+    if rows and [row["drafter"] for row in rows] != [*cases]:
+        raise SystemExit(f"--cases must be those of {options.json}, or --json another file")
     rows = rows or [{"drafter": name, **sizes, **dict.fromkeys(COUNTED, 0)} for name in cases]
     done = rows[0]["prompts"] // sizes["batch"]
     if done < len(chunks):

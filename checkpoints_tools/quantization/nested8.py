@@ -45,8 +45,13 @@ def round_nested(weight: Float[Array, "N K"], group_size: int | None = 128) -> N
 def _round(weight: jax.Array, group_size: int | None) -> NestedInt8Weight:
     n, k = weight.shape
     groups = grouped(weight, group_size)
+    magnitudes = jnp.max(jnp.abs(groups), axis=-1)
     scales = best_scales(
-        groups, 4, WEIGHT_RATIOS, lambda scales: _errors(groups, scales[..., None])
+        groups,
+        4,
+        WEIGHT_RATIOS,
+        lambda scales: _errors(groups, scales[..., None]),
+        lambda scales: penalty(jnp.maximum(STEPS * magnitudes + SMALLEST * scales, 0)),
     )
     q = _nearest(groups, scales[..., None]).reshape(n, -1)[:, :k]
     return nested_int8_from_integers(q.astype(jnp.int8), scales.astype(jnp.bfloat16), group_size)

@@ -130,7 +130,16 @@ def searched_scales(
         difference = groups - nearest(groups, scales[..., None], bits) * scales[..., None]
         return _weight_errors(difference) if blocks is None else _output_errors(difference, blocks)
 
-    return best_scales(groups, bits, WEIGHT_RATIOS if blocks is None else OUTPUT_RATIOS, errors_of)
+    if blocks is not None:
+        return best_scales(groups, bits, OUTPUT_RATIOS, errors_of)
+    magnitudes = jnp.max(jnp.abs(groups), axis=-1)
+    return best_scales(
+        groups,
+        bits,
+        WEIGHT_RATIOS,
+        errors_of,
+        lambda scales: penalty(jnp.maximum(magnitudes - largest(bits) * scales, 0)),
+    )
 
 
 def best_scales(
@@ -138,23 +147,37 @@ def best_scales(
     bits: int,
     clip_ratios: Sequence[float],
     errors_of: Callable[[Float32[Array, "N G"]], Float32[Array, "N G"]],
+    bound_of: Callable[[Float32[Array, "N G"]], Float32[Array, "N G"]] | None = None,
 ) -> Float32[Array, "N G"]:
     """The scales of the clip ratios with the least errors; of equal ones, those of the first.
 
     errors_of: from scales f32[N, G] to the errors of their groups, f32[N, G].
+    bound_of: from scales to what the errors of these and of all smaller scales are at least, such
+      as the penalty of clipping the largest weight. The search ends where no group can gain. None
+      tries every ratio.
     """
     ratios = jnp.asarray(clip_ratios, jnp.float32)
 
-    def try_ratio(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        least, chosen = best
-        scales = scales_of(groups, bits, ratios[i])
+    def scales_at(i: jax.Array) -> jax.Array:
+        return scales_of(groups, bits, ratios[i])
+
+    def can_gain(search: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        i, least, _ = search
+        more = i < len(ratios)
+        return more if bound_of is None else more & jnp.any(bound_of(scales_at(i)) < least)
+
+    def try_ratio(
+        search: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        i, least, chosen = search
+        scales = scales_at(i)
         errors = errors_of(scales)
         better = errors < least
-        return jnp.where(better, errors, least), jnp.where(better, scales, chosen)
+        return i + 1, jnp.where(better, errors, least), jnp.where(better, scales, chosen)
 
     scales = scales_of(groups, bits)
-    start = jnp.full(scales.shape, jnp.inf), scales
-    chosen: jax.Array = jax.lax.fori_loop(0, len(ratios), try_ratio, start)[1]
+    start = jnp.asarray(0), jnp.full(scales.shape, jnp.inf), scales
+    chosen: jax.Array = jax.lax.while_loop(can_gain, try_ratio, start)[2]
     return chosen
 
 
