@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.products import CACHE_BYTES, time_chain
-from benchmarks.kernels.rates import device_name, rates
+from benchmarks.kernels.products import time_chain
+from benchmarks.kernels.rates import beyond_caches, device_name, rates
 from benchmarks.support.checks import tried
 from benchmarks.support.common import table
 from pallas_kernels.attention import BLOCK, IMPLEMENTATIONS, attention
@@ -184,7 +184,7 @@ def _time(
     queries = jnp.asarray(rng.normal(size=(rows, tokens, HEADS, 128)), jnp.bfloat16)
     first = [_entries(rng, (rows, context + BLOCK, KV_HEADS, 128), bits) for _ in range(2)]
     size = sum(part.nbytes for part in jax.tree.leaves(first))
-    count = max(2, int(CACHE_BYTES[jax.default_backend()] // size) + 1)
+    count = max(2, beyond_caches() // size + 1)
     caches = [first, *(jax.tree.map(lambda part: part.copy(), first) for _ in range(count - 1))]
     lengths = jnp.full(rows, context, jnp.int32)
     positions = lengths[:, None] + jnp.arange(tokens)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels import torch_kernels
-from benchmarks.kernels.rates import device_name, rates
+from benchmarks.kernels.rates import beyond_caches, device_name, rates
 from benchmarks.support import common
 from pallas_kernels import cpu, mosaic_gpu
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
@@ -41,8 +41,6 @@ LAYERS = {  # (K, N) of the linear layers, each once
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 BFLOAT16_SETS = {"avx512_amx", "avx512_bf16"}  # instruction sets that multiply bfloat16
-# The copies of a weight exceed this together: twice a large last-level cache.
-CACHE_BYTES = {"cpu": 220e6, "gpu": 200e6}
 # How often one program reads all copies. A GPU would finish one pass before the next launch.
 PASSES = {"cpu": 1, "gpu": 20}
 
@@ -125,7 +123,7 @@ def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
     """Different weights that exceed the cache together."""
     rng = np.random.default_rng(0)
     first = prepack_weight(kernel.make(rng, n, k))
-    count = max(2, int(CACHE_BYTES[jax.default_backend()] // first.nbytes) + 1)
+    count = max(2, beyond_caches() // first.nbytes + 1)
     return (first, *(jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(count - 1)))
 
 
@@ -199,7 +197,7 @@ def peers(name: str, kernel: Kernel, rows: int, n: int, k: int) -> Iterator[tupl
         yield "xla", time_chain(product, x, plain)
     backend = jax.default_backend()
     yield from torch_kernels.times(
-        name, rows, n, k, seconds, CACHE_BYTES[backend],
+        name, rows, n, k, seconds, beyond_caches(),
         device="cpu" if backend == "cpu" else "cuda", passes=PASSES[backend],
     )  # fmt: skip
 

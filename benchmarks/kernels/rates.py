@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,27 @@ import jax.numpy as jnp
 from benchmarks.support import common
 from pallas_kernels.cpu import probe
 
-BYTES = 400_000_000  # that a CPU reads
+# More than the caches of most processors and of all GPUs hold.
+LEAST_BYTES = {"cpu": 220_000_000, "gpu": 200_000_000}
 GPU_BYTES, GPU_SIDE = 2**32, 8192
 TRIES = 9
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def device_name() -> str:
     """The GPU's name, or the processor's."""
     where = common.environment()
     return where["processor"] if jax.default_backend() == "cpu" else where["device"]
+
+
+def beyond_caches() -> int:
+    """Bytes of which no cache keeps much from one reading to the next: twice the largest cache's,
+    where Linux names its size, and at least `LEAST_BYTES`."""
+    least = LEAST_BYTES[jax.default_backend()]
+    if jax.default_backend() != "cpu":
+        return least
+    sizes = (file.read_text().strip() for file in CACHES.glob("index*/size"))  # "2048K"
+    return max([least, *(2 * 1024 * int(size.removesuffix("K")) for size in sizes)])
 
 
 def rates() -> dict[str, float]:
@@ -34,7 +47,7 @@ def rates() -> dict[str, float]:
 
 
 def _of_cpu() -> dict[str, float]:
-    data = jnp.zeros(BYTES, jnp.uint8)
+    data = jnp.zeros(beyond_caches(), jnp.uint8)
     found = {"read": max(probe.read_bandwidth(data) for _ in range(TRIES))}
     for arithmetic in probe.ARITHMETICS:
         found[arithmetic] = max(probe.peak(arithmetic) for _ in range(TRIES))
