@@ -2,7 +2,7 @@
 
 The limit is the larger of bytes / bandwidth and operations / peak, both measured in this run
 (`rates.py`). The products read copies of the weight in turn that together exceed the last-level
-cache. XLA's product of the same values in 16 bits, and PyTorch's kernels where installed, are timed
+cache; of a small weight, 400. XLA's product of the same values in 16 bits, and PyTorch's kernels where installed, are timed
 too. The script runs on a CPU or on a GPU.
 
     python -m benchmarks.kernels.products --json OUT [--models Llama-3.2-1B] [--rows 1 4 16]
@@ -41,6 +41,7 @@ LAYERS = {  # (K, N) of the linear layers, each once
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 BFLOAT16_SETS = {"avx512_amx", "avx512_bf16"}  # instruction sets that multiply bfloat16
+MOST_COPIES = 400  # of a small weight: a program has a product for each, and must compile
 # How often one program reads all copies. A GPU would finish one pass before the next launch.
 PASSES = {"cpu": 1, "gpu": 20}
 
@@ -120,10 +121,10 @@ def seconds(function: Callable[[int], object], calls: int, rounds: int = 7) -> f
 
 @lru_cache(maxsize=1)
 def _copies(kernel: Kernel, n: int, k: int) -> tuple[Weight, ...]:
-    """Different weights that exceed the cache together."""
+    """Different weights that exceed the cache together, or `MOST_COPIES`."""
     rng = np.random.default_rng(0)
     first = prepack_weight(kernel.make(rng, n, k))
-    count = max(2, beyond_caches() // first.nbytes + 1)
+    count = min(max(2, beyond_caches() // first.nbytes + 1), MOST_COPIES)
     return (first, *(jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(count - 1)))
 
 
