@@ -2,8 +2,8 @@
 
 The limit is the larger of bytes / bandwidth and operations / peak, both measured in this run
 (`rates.py`). The products read copies of the weight in turn that together exceed the last-level
-cache; of a small weight, 400. XLA's product of the same values in 16 bits, and PyTorch's kernels where installed, are timed
-too. The script runs on a CPU or on a GPU.
+cache; of a small weight, 400. XLA's product of the same values in 16 bits, and PyTorch's kernels
+where installed, are timed too. The script runs on a CPU or on a GPU.
 
     python -m benchmarks.kernels.products --json OUT [--models Llama-3.2-1B] [--rows 1 4 16]
     [--kernels w4a8]
