@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from checkpoints_tools.quantization.rows import over_rows
-from checkpoints_tools.quantization.rtn import WEIGHT_RATIOS, best_scales, grouped, penalty
+from checkpoints_tools.quantization.rtn import (
+    WEIGHT_RATIOS,
+    best_scales,
+    clipping_error,
+    grouped,
+    penalty,
+)
 from pallas_kernels.formats import check_group_size
 from pallas_kernels.nested import NestedInt8Weight
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
@@ -45,13 +51,12 @@ def round_nested(weight: Float[Array, "N K"], group_size: int | None = 128) -> N
 def _round(weight: jax.Array, group_size: int | None) -> NestedInt8Weight:
     n, k = weight.shape
     groups = grouped(weight, group_size)
-    magnitudes = jnp.max(jnp.abs(groups), axis=-1)
     scales = best_scales(
         groups,
         4,
         WEIGHT_RATIOS,
         lambda scales: _errors(groups, scales[..., None]),
-        lambda scales: penalty(jnp.maximum(STEPS * magnitudes + SMALLEST * scales, 0)),
+        clipping_error(groups, -SMALLEST / STEPS, STEPS),
     )
     q = _nearest(groups, scales[..., None]).reshape(n, -1)[:, :k]
     return nested_int8_from_integers(q.astype(jnp.int8), scales.astype(jnp.bfloat16), group_size)

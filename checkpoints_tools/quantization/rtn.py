@@ -132,14 +132,8 @@ def searched_scales(
 
     if blocks is not None:
         return best_scales(groups, bits, OUTPUT_RATIOS, errors_of)
-    magnitudes = jnp.max(jnp.abs(groups), axis=-1)
-    return best_scales(
-        groups,
-        bits,
-        WEIGHT_RATIOS,
-        errors_of,
-        lambda scales: penalty(jnp.maximum(magnitudes - largest(bits) * scales, 0)),
-    )
+    clipping = clipping_error(groups, largest(bits))
+    return best_scales(groups, bits, WEIGHT_RATIOS, errors_of, clipping)
 
 
 def best_scales(
@@ -153,8 +147,7 @@ def best_scales(
 
     errors_of: from scales f32[N, G] to the errors of their groups, f32[N, G].
     bound_of: from scales to what the errors of these and of all smaller scales are at least, such
-      as the penalty of clipping the largest weight. The search ends where no group can gain. None
-      tries every ratio.
+      as `clipping_error`. The search ends where no group can gain. None tries every ratio.
     """
     ratios = jnp.asarray(clip_ratios, jnp.float32)
 
@@ -179,6 +172,15 @@ def best_scales(
     start = jnp.asarray(0), jnp.full(scales.shape, jnp.inf), scales
     chosen: jax.Array = jax.lax.while_loop(can_gain, try_ratio, start)[2]
     return chosen
+
+
+def clipping_error(
+    groups: Float32[Array, "N G g"], reach: float, steps: int = 1
+) -> Callable[[Float32[Array, "N G"]], Float32[Array, "N G"]]:
+    """From scales to the error of every group's largest weight if it is clipped to `reach` scales,
+    in `steps` to a scale: what the error of the group is at least."""
+    magnitudes = jnp.max(jnp.abs(groups), axis=-1)
+    return lambda scales: penalty(steps * jnp.maximum(magnitudes - reach * scales, 0))
 
 
 def nearest(
