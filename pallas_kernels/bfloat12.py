@@ -32,7 +32,7 @@ NO_ESCAPE = np.uint32(2**32 - 1)
 # Escapes beyond this share of a matrix's weights would cost more than the smaller weight saves.
 MOST_ESCAPES = 1 / 128
 _ORDER = np.array([0, 2, 1, 3])  # of the inputs in a word; its own inverse
-_SHARE = 2**22  # weights that are encoded at once
+_SHARE = 2**18  # weights that are encoded at once: what is made of them stays in the caches
 
 
 @jax.tree_util.register_dataclass
