@@ -66,8 +66,17 @@ def _acceptance(rows: Rows, head: Callable[[dict[str, Any]], dict[str, Any]], ac
 
 def by_drafter(rows: Rows) -> str:
     """Means over all kinds of text, what loses first."""
+    return _of_all_kinds(rows, ("batch", "temperature", "speedup"))
+
+
+def by_tokens(rows: Rows) -> str:
+    """Means over all kinds of text, the fewest tokens per round first."""
+    return _of_all_kinds(rows, ("temperature", "tokens_per_round"))
+
+
+def _of_all_kinds(rows: Rows, order: tuple[str, ...]) -> str:
     chosen = [row for row in rows if row["kind"] == "all"]
-    chosen.sort(key=lambda row: (row["batch"], row["temperature"], row["speedup"]))
+    chosen.sort(key=lambda row: [row[name] for name in order])
     return compact([{name: row[name] for name in row if name != "kind"} for row in chosen])
 
 

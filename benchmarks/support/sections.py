@@ -275,8 +275,9 @@ ACCEPTANCE = Page(
                 "same, dequantized. Its weights lie on a 4-bit grid in groups of 32, which "
                 "flatters the INT4 cast with groups of 32. In brackets: 95 % intervals over "
                 "prompts.", section_tables.accepted),
-        Section("quality.memory_tokens", "*memory_tokens", "A memory of texts",
-                "SmolLM2; up to 7 drafts per pass of the target."),
+        Section("quality.memory_tokens", "*_memory", "A memory of texts",
+                "SmolLM2; up to 7 drafts per pass of the target. The file also holds each kind of "
+                "text.", section_tables.by_tokens),
     ),
 )  # fmt: skip
 
