@@ -150,8 +150,8 @@ BILLION = Page(
                 "`Auto`'s costs were measured alone in the second table of the H100, and while "
                 "programs were compiled in the first. On the EPYC `wide_8` is of a commit before "
                 "rows counted by the rounds that they need, and `wide_8_bfloat16` of one after. "
-                "Rows without a temperature are greedy. Sampled, `QSpec` draws its drafts: its "
-                "outputs are other samples of the same distribution, so none is identical.",
+                "Rows without a temperature are greedy. Sampled outputs of drafters that draw "
+                "their drafts, such as `QSpec`, need not be identical: the distribution is.",
                 gpu_tables.wide),
         Section("speed.planner", "smollm2_planner*", "Where a model's own draft pays",
                 "SmolLM2 drafts for itself by `QSpec`, beside its plain decoding; real prompts, "

@@ -69,6 +69,16 @@ def test_every_size_comes_back(n: int, k: int, escapes: float) -> None:
     assert interleave(weight) is weight and by_rows(weight) is weight
 
 
+def test_parts_that_are_encoded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pallas_kernels.bfloat12._SHARE", 2 * 16 * 300)  # two tiles at a time
+    parts = random_bits(32, 300, 0), random_bits(32, 300, 0.3), random_bits(21, 300, 0.003)
+    bits = np.concatenate(parts)
+    weight = encoded(bits)
+    np.testing.assert_array_equal(bits_of(weight), bits)
+    held = np.count_nonzero(np.asarray(weight.escapes) != NO_ESCAPE, axis=1)
+    assert held[:2].max() < held[2:4].min()  # their lists have different lengths
+
+
 def test_its_bytes() -> None:
     bits = random_bits(512, 1024, 0)
     assert encoded(bits).nbytes < 12.15 / 16 * bits.nbytes
