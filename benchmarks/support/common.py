@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +55,21 @@ def environment() -> dict[str, Any]:
     return place.environment() | {"commit": COMMIT}
 
 
+def command() -> str:
+    """What was typed: without the places of data and result, other files by their bare names."""
+    spec = sys.modules["__main__"].__spec__
+    given = [word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv[1:]]
+    words, kept = chain.from_iterable(given), []
+    for word in words:
+        if word in ("--data", "--json"):
+            next(words)
+        else:
+            kept.append(Path(word).name if word.startswith(("/", "~", ".")) else word)
+    return shlex.join(["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *kept])
+
+
 def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the rows with their environment, if a file was asked for.
+    """Writes the rows with their environment and command, if a file was asked for.
 
     Raises:
       ValueError: the tree has uncommitted changes.
@@ -62,16 +78,24 @@ def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
         refuse_dirty()
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n  ".join(json.dumps(row) for row in rows)
-        head = json.dumps(environment(), indent=1)
-        path.write_text(f'{{"environment": {head},\n "rows": [\n  {lines}\n]}}\n')
+        head = f'"environment": {json.dumps(environment(), indent=1)},\n "command": '
+        path.write_text(f'{{{head}{json.dumps(command())},\n "rows": [\n  {lines}\n]}}\n')
 
 
 def kept_rows(path: Path | None) -> list[dict[str, Any]]:
-    """The rows of a file that a run with this commit on this machine left behind, or none."""
+    """The rows that the same command with this commit on this machine left behind, or none.
+
+    Raises:
+      SystemExit: the file holds rows of another command, which would be mixed with these.
+    """
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text())
-    return list(found["rows"]) if found["environment"] == environment() else []
+    if found["environment"] != environment():
+        return []
+    if found["command"] != command():
+        raise SystemExit(f"{path} holds rows of {found['command']!r}: give --json another file")
+    return list(found["rows"])
 
 
 def text_prompts(data: Path, kind: str, count: int) -> list[str]:

@@ -84,8 +84,12 @@ def _processor(result: Result) -> str:
 
 
 def _source(results: Sequence[Result]) -> str:
-    files = ", ".join(f"`{r.name}.json` ({r.commit})" for r in results)
+    files = ", ".join(f"`{r.name}.json` ({_made(r)})" for r in results)
     versions = dict.fromkeys(
         f"Python {r.environment['python']}, jax {r.environment['jax']}" for r in results
     )
     return f"{files}; {'; '.join(versions)}."
+
+
+def _made(result: Result) -> str:
+    return result.commit if result.command is None else f"{result.commit}, `{result.command}`"

@@ -24,6 +24,7 @@ class Result:
     name: str  # "epyc/wide_8"
     environment: dict[str, Any]
     rows: Rows
+    command: str | None = None  # unknown of results that are older than this field
 
     @property
     def machine(self) -> str:
@@ -41,7 +42,7 @@ class Result:
 def load(name: str) -> Result:
     """The result of a name such as "epyc/wide_8"."""
     document = json.loads((RESULTS / f"{name}.json").read_text())
-    return Result(name, document["environment"], document["rows"])
+    return Result(name, document["environment"], document["rows"], document.get("command"))
 
 
 def load_all() -> list[Result]:
