@@ -42,7 +42,12 @@ from benchmarks.kernels.rates import device_name
 from benchmarks.support.checks import tried
 from benchmarks.support.common import ROOT, parser, table, write
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.activations import ACTIVATIONS, quantize_activations, split_activations
+from pallas_kernels.activations import (
+    ACTIVATIONS,
+    Activation,
+    quantize_activations,
+    split_activations,
+)
 from pallas_kernels.bfloat12 import bfloat12
 from pallas_kernels.formats import (
     GROUP_SIZES,
@@ -55,7 +60,7 @@ from pallas_kernels.formats import (
     mxfp4_from_codes,
     padded_inputs,
 )
-from pallas_kernels.matmul import IMPLEMENTATIONS, matmul
+from pallas_kernels.matmul import IMPLEMENTATIONS, Implementation, matmul
 from pallas_kernels.nested import Nested, NestedInt8Weight
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.planes import LARGEST, SMALLEST, nested_int8_from_integers
@@ -152,8 +157,8 @@ def numerics(implementations: list[str], seed: int) -> Lines:
     rng = np.random.default_rng(seed)
     cases = []
     for n, k in SHAPES:
-        x = rng.normal(size=(ROWS[-1], k)) * rng.uniform(0.1, 10, (ROWS[-1], 1))
-        x = jnp.asarray(x, jnp.bfloat16)
+        scaled = rng.normal(size=(ROWS[-1], k)) * rng.uniform(0.1, 10, (ROWS[-1], 1))
+        x = jnp.asarray(scaled, jnp.bfloat16)
         for (name, weight), implementation in product(
             random_weights(rng, n, k).items(), implementations
         ):
@@ -196,7 +201,7 @@ def random_weights(rng: np.random.Generator, n: int, k: int) -> Weights:
 
 
 def _check_product(
-    implementation: str, name: str, weight: Any, activation: str, x: jax.Array
+    implementation: Implementation, name: str, weight: Any, activation: Activation, x: jax.Array
 ) -> dict[str, Any]:
     """Compares a product with float64, and its rows bit for bit between different numbers of rows.
 

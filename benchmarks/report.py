@@ -65,11 +65,11 @@ def problems() -> Iterator[str]:
     for page in abandoned():
         yield f"no result makes {page.relative_to(ROOT)}: run python -m benchmarks.report"
     for page in quoting_pages():
-        text, name = page.read_text(), page.relative_to(ROOT)
+        text, place = page.read_text(), page.relative_to(ROOT)
         if refresh(text) != text:
-            yield f"a table of {name} is not what the results say: run python -m benchmarks.report"
+            yield f"a table of {place} is not what the results say: run python -m benchmarks.report"
         for complaint in unfounded(text):
-            yield f"{name}: {complaint}"
+            yield f"{place}: {complaint}"
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def speed(implementations: list[str]) -> Lines:
     """One line per implementation, cache and size, beside the time to read the context once."""
     names = [name for name in implementations if name in IMPLEMENTATIONS]
     read = rates()["read"]
-    lines = [_time(name, *sizes, read) for name, *sizes in product(names, *TIMED.values())]
+    lines = [_time(name, *sizes, read=read) for name, *sizes in product(names, *TIMED.values())]
     print(table(lines, list(lines[0])[1:]), flush=True)
     return lines
 

@@ -67,7 +67,7 @@ def main() -> int:
         small_length=PLACES, cast_length=PLACES, levels_length=PLACES,
     )  # fmt: skip
     integers, nested = specjax.quantize(params), specjax.quantize(params, "nested16", lm_head=True)
-    cases = {"plain": (params, specjax.Autoregressive())}
+    cases: dict[str, tuple[Params, Drafter]] = {"plain": (params, specjax.Autoregressive())}
     cases |= {name: (params, drafter) for name, drafter in drafters.items()}
     cases |= {name: (params, drafter) for name, drafter in text_drafters(params, prompt).items()}
     cases |= {
@@ -142,7 +142,7 @@ def text_drafters(params: Params, prompt: list[int]) -> dict[str, Drafter]:
 
 def text_probabilities(params: Params, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """The probability of every text of PLACES tokens that can follow the prompt."""
-    texts = {(): 1.0}
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(PLACES):
         following = _distributions(params, prompt, list(texts))
         texts = {

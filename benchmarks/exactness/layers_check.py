@@ -38,16 +38,16 @@ ROWS, TOKENS = (1, 5, 80), 3  # 3 to 240 rows of a product: a kernel that adds s
 def lines(seed: int) -> list[dict[str, Any]]:
     """One line per form of the weights and activation precision."""
     wide = widen(specjax.load("tiny-16bit"), **SIZES)
-    cases = []
+    cases: list[tuple[str, specjax.Params, Activation]] = []
     for name, method in METHODS.items():
         params = method(wide)
         cases += [(name, params, each) for each in ("a16", *["a8"] * params.quantized)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time
-        return list(pool.map(lambda case: _checked(*case, seed), cases))
+        return list(pool.map(lambda case: _checked(seed, *case), cases))
 
 
 def _checked(
-    name: str, params: specjax.Params, activation: Activation, seed: int
+    seed: int, name: str, params: specjax.Params, activation: Activation
 ) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     tokens = jnp.asarray(rng.integers(3, 4096, (ROWS[-1], TOKENS)), jnp.int32)

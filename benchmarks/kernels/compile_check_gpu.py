@@ -203,12 +203,12 @@ def check_layers(device: jax.Device, name: str, activation: Activation) -> Compi
     stacks = jax.tree.map(
         lambda part: jax.ShapeDtypeStruct((count, *part.shape), part.dtype), linears
     )
-    norms = [jax.ShapeDtypeStruct((count, d), jnp.float32)] * 2
+    norm = jax.ShapeDtypeStruct((count, d), jnp.float32)
 
     def run(
-        x: jax.Array, cached: Any, lengths: jax.Array, rope: Any, norms: Any, stacks: Any
+        x: jax.Array, cached: Any, lengths: jax.Array, rope: Any, norm: jax.Array, stacks: Any
     ) -> Any:
-        weights = Layers(*norms, None, None, stacks, [None] * 7, [activation] * 7)
+        weights = Layers(norm, norm, None, None, stacks, [None] * 7, [activation] * 7)
         return gpu_layers.layers(
             x, *cached, lengths, lengths[:, None], rope, None, weights, numbers=(0, 1),
             windows=[None] * 2, sinks=[0] * 2, eps=1e-5, head_scale=e**-0.5,
@@ -218,7 +218,7 @@ def check_layers(device: jax.Device, name: str, activation: Activation) -> Compi
     cached = [jax.ShapeDtypeStruct((1, count, 1024, kv_heads, e), jnp.uint16)] * 2
     rope = (jax.ShapeDtypeStruct((1, 1, e // 2), jnp.float32),) * 2
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    lowered, found = _lower(device, run, x, cached, lengths, rope, norms, stacks), []
+    lowered, found = _lower(device, run, x, cached, lengths, rope, norm, stacks), []
     _output(lambda: found.append(_triton(lowered)))  # Mosaic's reports are those of its own rows
     said, shared = found[0]
     return _compiled(f"layers {name} {activation}", f"M 1 D {d} F {f}", said, shared)
@@ -236,7 +236,7 @@ def attention_shapes(
     return queries, entries, entries, *integers, mask, layer
 
 
-def _lower(device: jax.Device, function: Callable, *shapes: Any) -> Any:
+def _lower(device: jax.Device, function: Callable[..., Any], *shapes: Any) -> Any:
     sharding = SingleDeviceSharding(device)
     function = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
     with use_abstract_mesh(

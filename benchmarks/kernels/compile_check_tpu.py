@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def _weight(name: str, n: int, k: int) -> Any:
     return Int4Weight(packed, scales, k, group_size, zeros)
 
 
-def _on(chip: str):
+def _on(chip: str) -> AbstractContextManager[Any]:
     """A context that traces code for the chip."""
     device = AbstractDevice(CHIPS[chip][1], 1, "tpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
@@ -259,6 +260,7 @@ def _schedule(dumps: Path, weight: Rounded) -> dict[str, Any]:
     turn = len(re.findall(r"^\s*0x[0-9a-f]+ .*?: >> ", bundles, re.MULTILINE))
     stored = storage(weight)["weights"].shape[1]
     found = re.search(rf"window shape is [us]8\[(\d+),{stored}\]", allocations)
+    assert found is not None
     weights = quantized_matmul.BLOCKS_PER_TURN * BLOCK * int(found[1])
     loops = weight.shape[1] >= 2 * quantized_matmul.BLOCKS_PER_TURN * BLOCK
     return {

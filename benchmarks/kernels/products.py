@@ -26,6 +26,7 @@ from benchmarks.kernels import torch_kernels
 from benchmarks.kernels.rates import beyond_caches, device_name, rates
 from benchmarks.support import common
 from pallas_kernels import cpu, mosaic_gpu
+from pallas_kernels.activations import Activation
 from pallas_kernels.bfloat12 import Bfloat12Weight, bfloat12
 from pallas_kernels.formats import Bfloat16Weight, Int4Weight, Int8Weight, Mxfp4Weight, Quantized
 from pallas_kernels.matmul import matmul
@@ -51,7 +52,7 @@ class Kernel:
     """A format at a precision. `arithmetic` is the type of its products."""
 
     make: Callable[[np.random.Generator, int, int], Weight]
-    activation: str
+    activation: Activation
     arithmetic: str
 
 

@@ -82,7 +82,8 @@ def write_source(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(CONFIG))
     shapes = {their_name(name): shape for name, shape in weight_shapes(read_config(path)).items()}
     total = sum(2 * int(np.prod(shape)) for shape in shapes.values())
-    generator, weight_map, written = np.random.default_rng(0), {}, 0
+    generator, written = np.random.default_rng(0), 0
+    weight_map: dict[str, str] = {}
     shards: list[dict[str, tuple[int, ...]]] = [{} for _ in range(SHARDS)]
     for name, shape in shapes.items():
         shards[min(written * SHARDS // total, SHARDS - 1)][name] = shape

@@ -74,7 +74,7 @@ def _measure(
     state = jax.device_put(start(params, prompt, **options), jax.devices()[0])
     round_temporaries = _temporaries(step.lower(params, state, drafter))
     state = jax.block_until_ready(step(params, state, drafter))[0]
-    compiled = step._cache_size()
+    compiled = _compilations()
     seconds = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -86,7 +86,7 @@ def _measure(
         "drafter": type(drafter).__name__,
         "capacity": slots,
         "round_ms": 1e3 * statistics.median(seconds),
-        "recompilations": step._cache_size() - compiled,
+        "recompilations": _compilations() - compiled,
         "weight_bytes": params.nbytes,
         "state_bytes": _nbytes(state),
         "output_bytes": output_bytes,
@@ -98,13 +98,20 @@ def _measure(
     }
 
 
+def _compilations() -> int:
+    """Programs that JAX holds for a round."""
+    return int(step._cache_size())  # type: ignore[attr-defined]
+
+
 def _nbytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _temporaries(lowered: jax.stages.Lowered) -> int:
     """Bytes of a program's temporaries, as the compiler plans them."""
-    return lowered.compile().memory_analysis().temp_size_in_bytes
+    planned = lowered.compile().memory_analysis()
+    assert planned is not None
+    return int(planned.temp_size_in_bytes)
 
 
 def _lower_decode(

@@ -144,7 +144,7 @@ def intervals(counts: dict[str, np.ndarray]) -> dict[str, float]:
     """Every ratio of sums over the prompts, with its 95 % interval."""
     size = len(counts["rounds"])
     drawn = np.random.default_rng(0).integers(0, size, (RESAMPLES, size))
-    row = {}
+    row: dict[str, Any] = {}
     for name, (top, bottom) in RATIOS.items():
         above, below = counts[top], counts[bottom]
         resampled = above[drawn].sum(axis=1) / np.maximum(below[drawn].sum(axis=1), 1)

@@ -98,7 +98,7 @@ def main() -> int:
         [kind for kind, _ in texts],
         prompts,
         *_datastores(params, tokenizer, options),
-        options,
+        options=options,
     )
     rows: list[dict[str, Any]] = []
     for part in options.parts:
@@ -204,12 +204,12 @@ def _levels(setup: Setup) -> Rows:
 
 def _sources(setup: Setup) -> Rows:
     """Guessed and accepted tokens of each source in a run of SPECTRA, per round."""
-    drafter = Combined(Spectra(), Retrieval(setup.refined))
+    core, store = Spectra(), Retrieval(setup.refined)
+    drafter = Combined(core, store)
 
     @jax.jit
     def look(state: DecodeState) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Sequences and lengths by source."""
-        core, store = drafter.first, drafter.second
         table = drafter.propose(setup.params, state)[1].draft.first.table
         sequences, lengths = dataclasses.replace(core, backward=False).guess(table, state)
         whole = lengths == core.ngram - 1
@@ -294,7 +294,7 @@ def decode(
         result = state.tokens, state.stats, drafter.levels(state.draft)
         finished.append(jax.tree.map(lambda x: np.asarray(x)[:own], result))  # noqa: B023
     merged = jax.tree.map(lambda *parts: np.concatenate(parts), *finished)
-    return Decoded(*merged, gained, seen)
+    return Decoded(*merged, gained=gained, seen=seen)
 
 
 def _ratios(setup: Setup, done: Decoded) -> dict[str, float]:

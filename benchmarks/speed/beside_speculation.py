@@ -155,7 +155,7 @@ def _llama_cpp(options: Any, peers: contextlib.ExitStack) -> dict[Case, Answerer
         found = client.post("/completion", json=request).raise_for_status().json()
         return Answer(found["tokens"], version)
 
-    cases = {}
+    cases: dict[Case, Answerer] = {}
     for name, kind in BY_LLAMA_CPP.items():
         served = peers.enter_context(
             llama_cpp_served(options.server, MODEL, 1, 512, "--spec-type", kind)

@@ -31,8 +31,9 @@ from specjax import (
     Retrieval,
     Spectra,
 )
-from specjax.generation.decoding import Rows, begin
+from specjax.generation.decoding import begin
 from specjax.generation.request import Request
+from specjax.generation.rows import Rows
 from specjax.model.kv_cache import KVCache
 from specjax.speculation.rounds import step
 from specjax.speculation.state import DecodeState, Proposal
@@ -80,7 +81,9 @@ def measure(params: Params, drafter: Drafter, batch: int, options: Any) -> dict[
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, WORDS, (batch, context)), jnp.int32)
     cache = KVCache.create(CONFIG, batch, context + new, 16)
     request = Request.make(params, drafter=drafter, max_new_tokens=new, stop_tokens=())
-    state = begin(params, request, cache, Rows(tokens, jnp.full(batch, context), None))
+    lengths = jnp.full(batch, context)
+    rows = Rows(tokens, lengths, lengths + new, keys=None, sampling=None)
+    state = begin(params, request, cache, rows)
     state = jax.tree.map(jnp.copy, state)  # `step` donates it; a drafter's may be shared
 
     @jax.jit

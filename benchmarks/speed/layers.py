@@ -42,7 +42,8 @@ def main() -> None:
 def _time(variants: dict[str, specjax.Params], repeats: int) -> dict[str, dict[str, float]]:
     """Compiles `forward` for every variant, and then lets them take turns."""
     tokens = jnp.ones((1, 4), jnp.int32)
-    compiled, taken, seconds = {}, {}, {name: [] for name in variants}
+    compiled, taken = {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for name, params in variants.items():
         arguments = (params, tokens, jnp.arange(4)[None], KVCache.create(params.config, 1, 128))
         begin = time.perf_counter()

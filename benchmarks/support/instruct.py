@@ -116,7 +116,7 @@ def cases() -> dict[str, Case]:
 
     def cast(method: str, length: int = 4, activation: str = "a16", **options: Any) -> DraftModel:
         params = specjax.quantize(target("bfloat16"), method, lm_head=True, **options)
-        return DraftModel(params, length, activation, share_cache=True)  # type: ignore[arg-type]
+        return DraftModel(params, length, activation, share_cache=True)
 
     kept = tuple(i for i in range(30) if i not in SKIPPED)
     own: dict[str, Callable[[], Drafter]] = {

@@ -50,7 +50,7 @@ def _draft(
     **options: int,
 ) -> DraftModel:
     """A cast of the target that drafts in the target's cache."""
-    cast = specjax.quantize(target("bfloat16"), method, lm_head=True, **options)  # type: ignore[arg-type]
+    cast = specjax.quantize(target("bfloat16"), method, lm_head=True, **options)
     return DraftModel(cast, length, activation, confidence=confidence, share_cache=True)
 
 

@@ -100,7 +100,7 @@ def instruct() -> list[dict[str, Any]]:
     for row in sorted(first, key=lambda row: row["speedup"]):
         drafter = row["drafter"]
         shown = "none" if drafter.startswith("plain") else DRAFTER.sub("", drafter)
-        line = {"drafter": shown, "model": HELD[row["target"]]}
+        line: dict[str, Any] = {"drafter": shown, "model": HELD[row["target"]]}
         for name, cells in columns.items():
             line[name] = next(iter(select(cells, drafter=drafter)), None)
         lines.append(line)

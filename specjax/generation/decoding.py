@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.settings import own_settings
 from specjax.files.kept_programs import kept
-from specjax.generation.prompts import Prompt
+from specjax.generation.prompts import Lengths, Prompt
 from specjax.generation.request import Options, Request
 from specjax.generation.rows import Rows, bucketed, fitted, prompt_rows
 from specjax.model.kv_cache import KVCache
@@ -67,7 +67,7 @@ def decode(
     prompt: Prompt,
     *,
     max_new_tokens: int = 64,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    prompt_lengths: Lengths | None = None,
     drafter: Drafter | None = None,
     sampling: Sampling | None = None,
     key: jax.Array | None = None,
@@ -118,7 +118,7 @@ def decode_request(
     params: Params,
     request: Request,
     prompt: Prompt,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    prompt_lengths: Lengths | None = None,
     key: jax.Array | None = None,
 ) -> DecodeResult:
     """`decode` with its options already made into a request."""
@@ -132,7 +132,7 @@ def start(
     params: Params,
     prompt: Prompt,
     *,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    prompt_lengths: Lengths | None = None,
     key: jax.Array | None = None,
     **options: Unpack[Options],
 ) -> DecodeState:

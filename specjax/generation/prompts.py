@@ -18,11 +18,12 @@ from specjax.model.config import ModelConfig
 
 _TEXTS = str | bytes | bytearray | memoryview  # sequences of integers, but not token ids
 Prompt = Integer[Array | np.ndarray, "*rows T"] | Sequence[int] | Sequence[Sequence[int]]
+Lengths = Integer[Array | np.ndarray, " B"] | Sequence[int]
 
 
 def normalize_prompt(
     prompt: Prompt,
-    prompt_lengths: Integer[Array | np.ndarray, " B"] | Sequence[int] | None,
+    prompt_lengths: Lengths | None,
     config: ModelConfig,
 ) -> tuple[Int32[Array, "B T"], Int32[Array, " B"]]:
     """Converts a prompt of any accepted form to tokens int32[B, T] and lengths int32[B].

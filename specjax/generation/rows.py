@@ -7,14 +7,13 @@ their bucket and buffers have room for a bucket of new tokens, so that like leng
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.generation.prompts import Prompt, normalize_prompt
+from specjax.generation.prompts import Lengths, Prompt, normalize_prompt
 from specjax.generation.request import Request, row_keys, row_sampling
 from specjax.model.parallel import check_rows
 from specjax.model.params import Params
@@ -44,7 +43,7 @@ def prompt_rows(
     params: Params,
     request: Request,
     prompt: Prompt,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    prompt_lengths: Lengths | None = None,
     key: jax.Array | None = None,
 ) -> Rows:
     """Returns checked prompts. Arguments and errors as in `specjax.decode`."""

@@ -7,7 +7,7 @@ turns, so that a busy machine slows all of them, and only ratios of their median
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from pallas_kernels.settings import own_settings
 from specjax.checks import check_integer, shown
 from specjax.drafting import Adaptive, Auto, Autoregressive, Drafter, MultiLevel
 from specjax.generation.decoding import decode, start
-from specjax.generation.prompts import Prompt, normalize_prompt
+from specjax.generation.prompts import Lengths, Prompt, normalize_prompt
 from specjax.generation.request import row_keys, row_sampling
 from specjax.model.params import Params, check_is_params
 from specjax.planning.speed import Level, draft_time, speedup
@@ -65,7 +65,7 @@ def measure(
     drafter: Drafter,
     prompts: Prompt,
     *,
-    prompt_lengths: jax.Array | Sequence[int] | None = None,
+    prompt_lengths: Lengths | None = None,
     rows: int | None = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,

@@ -21,6 +21,7 @@ SIZES = {
     "quality.refinement": f"{SHORT} --sequences 8",
     "quality.schemes": f"{SHORT} --tokens 1024 --only 'INT4 g128, RTN'",
     "speed.batching": f"{SHORT} --rows 4 --repeats 1",
+    "speed.drafter_cost": "--rounds 2 --batch 1 --drafters plain ANPD --corpus 1000",
     "speed.layers": "--layers 2 --repeats 1",
     "speed.planner": f"{SHORT} --repeats 1",
 }
