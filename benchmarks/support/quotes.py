@@ -21,9 +21,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
-from benchmarks.support.results import REDUCTIONS, RESULTS, figure, load, select, value
+from benchmarks.support.results import REDUCTIONS, RESULTS, figure, load, load_all, select, value
 from benchmarks.support.tables import table
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -121,6 +122,96 @@ def _with_interval(row: dict[str, Any] | None) -> str:
     return f"{middle:.2f}× ({low:.2f} – {high:.2f})"
 
 
+def _never_slower() -> str:
+    """`Auto` beside plain decoding: the cells of a machine, batch size and temperature, a line."""
+    lines = []
+    for result in load_all():
+        if "never_slower" not in result.file:
+            continue
+        for cell in dict.fromkeys((row["batch"], row["temperature"]) for row in result.rows):
+            rows = select(result.rows, batch=cell[0], temperature=cell[1])
+            speedups, controls = ([row[name] for row in rows] for name in ("speedup", "control"))
+            lines.append(
+                {
+                    "machine": CPUS[result.machine],
+                    "batch": cell[0],
+                    "temperature": str(cell[1]),
+                    "cells": len(rows),
+                    "below 0.98": sum(speedup < 0.98 for speedup in speedups),
+                    "lowest": figure(min(speedups), 2, "×"),
+                    "median": figure(median(speedups), 2, "×"),
+                    "highest": figure(max(speedups), 2, "×"),
+                    "plain beside plain": f"{min(controls):.2f} – {max(controls):.2f}×",
+                }
+            )
+    lines.sort(key=lambda line: str(line["lowest"]))
+    return table(lines, list(lines[0]))
+
+
+CPUS = {"epyc": "EPYC", "xeon_amx": "Xeon, AMX"}
+Cells = dict[str, tuple[int, float]]  # batch size and temperature by column
+ON_CPUS: Cells = {
+    "batch 1": (1, 0.0),
+    "batch 1, sampled": (1, 0.7),
+    "batch 4": (4, 0.0),
+    "batch 8": (8, 0.0),
+}
+ON_GPU: Cells = {"batch 1": (1, 0.0), "batch 8": (8, 0.0), "batch 32": (32, 0.0)}
+
+
+def _wide() -> str:
+    """A billion parameters on CPUs, what loses at batch 1 first."""
+    lines = [
+        {"machine": name, **line}
+        for machine, name in CPUS.items()
+        for line in _wide_lines(machine, ON_CPUS)
+    ]
+    return table(lines, list(lines[0]))
+
+
+def _wide_on_gpu() -> str:
+    lines = _wide_lines("nvidia_h100_80gb_hbm3", ON_GPU)
+    return table(lines, list(lines[0]))
+
+
+def _wide_lines(machine: str, columns: Cells) -> list[dict[str, str]]:
+    results = [each for each in load_all() if each.machine == machine]
+    rows = [row for each in results if each.file.startswith("wide") for row in each.rows]
+    bases = "plain, 4 bits", "plain, 8 bits", "plain, bfloat16"
+    measured: dict[str, dict[tuple[int, float], dict[str, Any]]] = {}
+    for row in rows:
+        if row["drafter"] not in bases:
+            cell = row["batch"], row.get("temperature") or 0.0
+            measured.setdefault(row["drafter"], {}).setdefault(cell, row)
+    lines = []
+    for name in sorted(measured, key=lambda name: measured[name][1, 0.0]["speedup"]):
+        drafter, _, model = name.rpartition(", ")
+        line = {"model": model, "drafter": "none" if drafter == "plain" else drafter}
+        cells = {column: measured[name].get(cell) for column, cell in columns.items()}
+        lines.append(line | {column: _with_interval(row) for column, row in cells.items()})
+    return lines
+
+
+def _long_context() -> str:
+    """Drafts that see a part of a long context, what loses for one row first."""
+    results = [each for each in load_all() if each.file.startswith("smollm2_long")]
+    by_place = {
+        f"{row['context']:,} tokens, batch {row['batch']}": result.rows
+        for result in results
+        for row in result.rows[:1]
+    }
+    first = select(load("epyc/smollm2_long_1").rows)[1:]
+    lines = []
+    for drafter in [row["drafter"] for row in sorted(first, key=lambda row: row["speedup"])]:
+        cells = {
+            place: next(iter(select(rows, drafter=drafter)), None)
+            for place, rows in sorted(by_place.items(), reverse=True)
+        }
+        shown = {place: _with_interval(row) for place, row in cells.items()}
+        lines.append({"drafter": drafter} | shown)
+    return table(lines, list(lines[0]))
+
+
 def _spectra() -> str:
     """Tokens per verification of drafters without a model."""
     greedy, sampled = load("epyc/compression_greedy").rows, load("epyc/compression").rows
@@ -191,6 +282,10 @@ def _tiny_losses() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "instruct": _instruct,
+    "never_slower": _never_slower,
+    "wide": _wide,
+    "wide_on_gpu": _wide_on_gpu,
+    "long_context": _long_context,
     "spectra": _spectra,
     "refinement": _refinement,
     "schemes": _schemes,
