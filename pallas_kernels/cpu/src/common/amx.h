@@ -4,7 +4,8 @@
 // Integer sums are exact, so tiles and vectors give the same bits. Vectors multiply a few rows by
 // 4-bit codes: most of that work is decoding, and vectors need not store what they decode. Tiles
 // round sums of bfloat16 products in their own order, so they compute all of them: the bits of a
-// row must not depend on the other rows. INT4 codes therefore meet 16-bit activations as integers.
+// row must not depend on the other rows. INT4 codes therefore meet 16-bit activations as integers,
+// or as bfloat16 that is rounded to these integers, where no sum of a group needs to be rounded.
 #pragma once
 
 #include "matmul/matmul.h"
@@ -38,9 +39,7 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
       multiply_by_tiles<kInteger, Kind::kInt8>(p, m, column, y);
     }
   } else if (how.arithmetic == kInteger16) {
-    if (w.kind == Kind::kInt4 && shallow) {
-      multiply_by_tiles<kInteger16, Kind::kInt4, 8>(p, m, column, y);
-    } else if (w.kind == Kind::kInt4) {
+    if (w.kind == Kind::kInt4) {
       multiply_by_tiles<kInteger16, Kind::kInt4>(p, m, column, y);
     } else if (w.kind == Kind::kInt8 && shallow) {
       multiply_by_tiles<kInteger16, Kind::kInt8, 8>(p, m, column, y);
@@ -57,8 +56,6 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
       multiply_by_tiles<kBfloat16, Kind::kBfloat16>(p, m, column, y);
     } else if (w.kind == Kind::kBfloat12) {
       multiply_by_tiles<kBfloat16, Kind::kBfloat12>(p, m, column, y);
-    } else if (scales_are_exponents(w, column)) {
-      multiply_by_tiles<kBfloat16, Kind::kMxfp4, kTileWords, true>(p, m, column, y);
     } else {
       multiply_by_tiles<kBfloat16, Kind::kMxfp4>(p, m, column, y);
     }
@@ -66,21 +63,33 @@ inline void multiply_columns_by_tiles(const Weight& w, const Preparation& how, c
 }
 
 // Up to so many rows of x, vectors are faster than tiles at 4-bit codes: of 8 bits, and of 16.
-inline constexpr int64_t kFewerThanTiles = 4, kFewerThanTiles16 = 2;
+inline constexpr int64_t kFewerThanTiles = 4, kFewerThanTiles16 = 3;
+
+// Whether float32 holds every sum of a group's products of 4-bit codes and integers of 16 bits.
+// Products of bfloat16 then have the sums of integers, in any order, and need no conversion. Codes
+// count from the smallest one where there are minima.
+inline bool sums_fit_in_float32(const Weight& w) {
+  const bool int4 = w.kind == Kind::kInt4, mxfp4 = w.kind == Kind::kMxfp4;
+  const int most = mxfp4 ? 12 : w.minima != nullptr ? 15 : 8;
+  return (int4 || mxfp4) && most * kLevels16 * w.group_size < 1 << 24;
+}
 
 inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {
   Preparation how = preparation(w, x, levels);
-  const bool integers = is_integer(how.arithmetic), wide = how.arithmetic == Arithmetic::kInteger16;
+  const bool wide = how.arithmetic == Arithmetic::kInteger16;
   const int64_t most = wide ? kFewerThanTiles16 : kFewerThanTiles;
-  const bool few = integers && w.nibbles() && w.interleaved && x.m <= most;
+  const bool few = is_integer(how.arithmetic) && w.nibbles() && w.interleaved && x.m <= most;
   if (few || how.arithmetic == Arithmetic::kFloat32) return how;
   how.way = Way::kTiles;
   how.columns = kColumns;
-  if (!w.has_points() && !wide) how.sum_size = 0;  // codes are decoded to signed integers
-  const int64_t group_words = w.group_size / (integers ? 4 : 2);
+  if (wide && sums_fit_in_float32(w)) how.arithmetic = Arithmetic::kBfloat16;
+  const bool floats = how.arithmetic == Arithmetic::kBfloat16, planes = wide && !floats;
+  const bool counts_from_zero = floats || w.kind == Kind::kInt8 || w.kind == Kind::kMxfp4;
+  if (counts_from_zero && !w.has_points() && !planes) how.sum_size = 0;
+  const int64_t group_words = w.group_size / (floats ? 2 : 4);
   how.depth = w.quantized() && group_words < kTileWords ? group_words : kTileWords;
   int64_t portions = (x.m + kTileRows - 1) / kTileRows;
-  if (portions > 1 && !wide) portions += portions % 2;  // TileChunks takes them in pairs
+  if (portions > 1 && !planes) portions += portions % 2;  // TileChunks takes them in pairs
   how.portion = portions == 0 ? 0 : (x.m + portions - 1) / portions;
   how.rows = portions * how.portion;
   return how;

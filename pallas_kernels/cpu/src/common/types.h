@@ -124,7 +124,7 @@ struct Preparation {
   Way way;
   int64_t k;           // inputs of x
   int64_t inputs;      // those padded with zeros
-  int64_t group_size;  // for integers: inputs per scale
+  int64_t group_size;  // inputs per scale, of integers, or of bfloat16 that is rounded to them
   int64_t sum_size;    // inputs per sum of x, or 0 for no sums
   int levels;          // for kInteger: the largest magnitude
   bool swap_pairs;     // for bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3

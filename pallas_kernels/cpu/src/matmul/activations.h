@@ -151,6 +151,30 @@ inline void copy_bfloat16(const Preparation& how, const Input& x, int64_t row, u
   }
 }
 
+// Rounds a row to integers of 16 bits times their groups' scales, which bfloat16 holds, and sums
+// the groups.
+inline void round_to_integers16(const Preparation& how, int64_t row, float* values,
+                                const Prepared& out) {
+  for (int64_t g = 0; g < how.inputs / how.group_size; ++g) {
+    float* const group = values + g * how.group_size;
+    int16_t q[kPlane];
+    int32_t sum;
+    const float scale = quantize16(group, how.group_size, q, sum);
+    for (int64_t i = 0; i < how.group_size; ++i) group[i] = static_cast<float>(q[i]) * scale;
+    if (how.sum_size == 0) continue;
+    static_cast<float*>(out.sums)[g * how.rows + row] = static_cast<float>(sum) * scale;
+  }
+}
+
+// Writes values that bfloat16 holds, as `copy_bfloat16` does.
+inline void write_bfloat16(const Preparation& how, const float* values, uint32_t* words) {
+  uint16_t* halves = reinterpret_cast<uint16_t*>(words);
+  for (int64_t i = 0; i < how.inputs; i += 4) {
+    halves[i] = bfloat16_bits(values[i]), halves[i + 1] = bfloat16_bits(values[i + 2]);
+    halves[i + 2] = bfloat16_bits(values[i + 1]), halves[i + 3] = bfloat16_bits(values[i + 3]);
+  }
+}
+
 // Copies the high bytes of one row and its low ones, `count` words each, to rows of their own:
 // tiles read the high bytes of a portion's rows, then the low ones.
 inline void write_planes(const Preparation& how, const uint32_t* words, int64_t count, int64_t row,
@@ -177,7 +201,8 @@ inline void write_slices(const Preparation& how, const uint32_t* words, int64_t 
 
 inline void prepare_row(const Preparation& how, const Input& x, int64_t row, float* values,
                         const Prepared& out) {
-  if (how.arithmetic != Arithmetic::kBfloat16 || how.sum_size != 0) {
+  const bool rounds = how.arithmetic == Arithmetic::kBfloat16 && how.group_size != 0;
+  if (how.arithmetic != Arithmetic::kBfloat16 || how.sum_size != 0 || rounds) {
     read_row(x, row, values);
     std::memset(values + x.k, 0, (how.inputs - x.k) * sizeof(float));
   }
@@ -209,6 +234,9 @@ inline void prepare_row(const Preparation& how, const Input& x, int64_t row, flo
         write_integers16(q, how.group_size, words + start / 2);
       }
     }
+  } else if (rounds) {
+    round_to_integers16(how, row, values, out);
+    write_bfloat16(how, values, words);
   } else {
     sum_segments(values, sums, how.sum_size, static_cast<float*>(out.sums) + row, how.rows);
     if (how.arithmetic == Arithmetic::kBfloat16) {

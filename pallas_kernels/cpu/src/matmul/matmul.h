@@ -162,15 +162,13 @@ inline void multiply_columns(const Weight& w, const Preparation& how, const Prep
   }
 }
 
-// Codes of 4 bits are multiplied faster as bfloat16, where there is a product for that; by tiles,
-// only those whose scales are exponents.
-constexpr bool faster_as_bfloat16(Kind kind) {
+// Whether vectors multiply codes of 4 bits faster as bfloat16. With tiles, a few rows of integers
+// are faster, and the others have the bits of these (amx.h).
 #if defined(__AMX_INT8__)
-  return kind == Kind::kMxfp4;
+inline constexpr bool kNibblesAsBfloat16 = false;
 #else
-  return kHasBf16 && (kind == Kind::kInt4 || kind == Kind::kMxfp4);
+inline constexpr bool kNibblesAsBfloat16 = kHasBf16;
 #endif
-}
 
 inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   Preparation how{};
@@ -178,7 +176,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   how.rows = x.m;
   how.k = x.k;
   how.columns = kColumns;
-  const bool wide = x.bfloat16 && w.quantized() && !faster_as_bfloat16(w.kind);
+  const bool wide = x.bfloat16 && w.quantized() && !(kNibblesAsBfloat16 && w.nibbles());
   const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.halves());
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
                    : wide      ? Arithmetic::kInteger16

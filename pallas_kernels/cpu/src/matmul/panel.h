@@ -41,7 +41,7 @@ template <Arithmetic A>
 inline constexpr int kRunWords = kRun<A> / kPerWord<A>;
 
 // The number that makes a weight's integers unsigned bytes when it is added to them.
-inline int offset(Kind kind) {
+constexpr int offset(Kind kind) {
   return kind == Kind::kInt4         ? 8
          : kind == Kind::kMxfp4      ? 12
          : kind == Kind::kNestedInt8 ? 16 * 8 + 8
@@ -113,13 +113,13 @@ SPECJAX_INLINE void read_square(const Weight& w, const uint8_t* data, int64_t ro
 
 #if defined(__AVX512BW__)
 // The values of the 16 codes of `kind`: one float32 per lane, or one bfloat16 per half lane,
-// repeated.
+// repeated. They count from `zero`.
 template <Arithmetic A, Kind kind>
-inline Word value_table() {
+inline Word value_table(int zero = offset(kind)) {
   uint32_t floats[2 * kLanes];
   uint16_t bfloats[2 * kLanes];
   for (int i = 0; i < 2 * kLanes; ++i) {
-    const float value = static_cast<float>(code_bytes(kind)[i % 16] - offset(kind));
+    const float value = static_cast<float>(code_bytes(kind)[i % 16] - zero);
     std::memcpy(floats + i, &value, sizeof value);
     bfloats[i] = static_cast<uint16_t>(floats[i] >> 16);
   }

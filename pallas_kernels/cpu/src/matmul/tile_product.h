@@ -1,114 +1,35 @@
 // Products by tiles, of two vectors of outputs at a time: they share every load of x.
 //
 // The sums of a quantized weight end with every segment, where they are scaled. Those of other
-// weights run to the end, and so do those of MXFP4 in bfloat16, whose segments are short: its
-// scales are powers of two, so one instruction scales the decoded values exactly.
+// weights run to the end.
 //
 // These loops are bound by the first-level cache, which another thread may share: a decoded tile
 // must still be in it when it is loaded. So a stream decodes only one slice ahead.
 #pragma once
 
+#include "matmul/tile_segments.h"
 #include "matmul/tile_source.h"
 
 namespace specjax::SPECJAX_ISA {
 
 inline constexpr int kPortionsPerPass = 4;  // of rows of x
-inline constexpr int kSideBySide = 2;       // vectors of outputs
 
 // Prefetch distance of a stream in lines. It is short because decoded tiles need the cache as well.
 inline constexpr int kLinesAhead = 64;
 
-// The sums of a tile: of integers of 16 bits, those of their high or of their low bytes.
-template <Arithmetic A>
-using TileSums = std::conditional_t<is_integer(A), Int, Float>;
-
-// Subtracts zeros · sums of x from the sums of a segment, for the portion's rows from `first` on.
-// Integers then count from the smallest one where there are minima.
-template <Arithmetic A, Kind kind>
-inline void take_zeros(const Product& p, const Group& group, const Place& place, int64_t first,
-                       TileSums<A>* sums) {
-  const int64_t at = place.segment * p.how.rows + first;
-  const Int zeros = group.zeros - offset(kind) + kLeft<kind>;  // the decoder subtracted the rest
-  // Rows that fill the portion up have sums that nothing wrote: products of unsigned integers may
-  // wrap around.
-  for (int64_t r = 0; r < p.how.portion; ++r) {
-    if constexpr (is_integer(A)) {
-      const Word taken = (Word)zeros * static_cast<const uint32_t*>(p.x.sums)[at + r];
-      sums[r] = (Int)((Word)sums[r] - (taken << kShift<kind>));
-    } else {
-      const float sum = static_cast<const float*>(p.x.sums)[at + r];
-      sums[r] = fma(to_float(-zeros), splat(sum), sums[r]);
-    }
-  }
-}
-
-// Vectors from the sums of high bytes to those of low ones.
-inline constexpr int kToLow = kSideBySide * kTileRows;
-
-// Adds kCount segments to y, in order, for the portion's rows from `first` on. sums[i] are those of
-// the segment at places[i].
-template <Arithmetic A, Kind kind, int kCount>
-SPECJAX_INLINE void add_segments(const Product& p, Groups& groups, int vector, const Place* places,
-                                 int64_t first, TileSums<A>* const* sums, Float* y) {
-  constexpr bool kIntegers = is_integer(A), kWide = A == Arithmetic::kInteger16;
-  Group of_outputs[kCount];
-  Float of_zero[kCount];
-  const float* x_scales[kCount];
-  SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
-    const Group group = groups.read(vector, places[i].group);
-    if (kIntegers ? p.w.has_points() || kLeft<kind> != 0 : p.w.zeros != nullptr) {
-      take_zeros<A, kind>(p, group, places[i], first, sums[i] + (kWide ? kToLow : 0));
-    }
-    of_outputs[i] = group, of_zero[i] = values_of_zero(p.w, group);
-    x_scales[i] = p.x.scales + (kWide ? places[i].segment : places[i].group) * p.how.rows + first;
-  }
-  for (int64_t r = 0; r < p.how.portion; ++r) {
-    Float total = y[r];
-    SPECJAX_UNROLL for (int i = 0; i < kCount; ++i) {
-      const Group& group = of_outputs[i];
-      const int64_t at = places[i].segment * p.how.rows + first + r;
-      if constexpr (kWide) {
-        const Float x_scale = splat(x_scales[i][r]);
-        const Word both = ((Word)sums[i][r] << 8) + (Word)sums[i][r + kToLow];
-        const Int sum = (Int)both >> kShift<kind>;
-        total = fma(to_float(sum) * x_scale, group.scale, total);
-        if (p.w.minima == nullptr) continue;
-        const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[at];
-        total = fma(group.minima, splat(static_cast<float>(x_sum)) * x_scale, total);
-      } else if constexpr (kIntegers) {
-        const Float sum = to_float(sums[i][r] >> kShift<kind>);
-        if (p.w.minima == nullptr) {
-          total = fma(sum, group.scale * x_scales[i][r], total);
-        } else {
-          const int32_t x_sum = static_cast<const int32_t*>(p.x.sums)[at];
-          total = add_from_smallest(group, sum, x_sum, x_scales[i][r], total);
-        }
-      } else {
-        total = fma(sums[i][r], group.scale, total);
-        if (p.w.minima == nullptr) continue;
-        const float x_sum = static_cast<const float*>(p.x.sums)[at];
-        total = fma(of_zero[i], splat(x_sum), total);
-      }
-    }
-    y[r] = total;
-  }
-}
-
 // Writes y[rows of portion `portion`, kLanes outputs from `column` on].
-template <int kTotals>
 inline void write_portion(const Product& p, int64_t m, int64_t column, int64_t portion,
-                          const Float (*totals)[kTileRows], float* y) {
+                          const Float* totals, float* y) {
   const int64_t outputs = p.w.n - column < kLanes ? p.w.n - column : kLanes;
   for (int64_t r = 0; r < p.how.portion && portion * p.how.portion + r < m; ++r) {
     float* to = y + (portion * p.how.portion + r) * p.w.n + column;
-    const Float total = kTotals == 1 ? totals[0][r] : totals[0][r] + totals[kTotals - 1][r];
-    store_some(to, total, outputs);
+    store_some(to, totals[r], outputs);
   }
 }
 
 // The base of the two classes below: two vectors of outputs from `column` on. Where there is no
 // second one, it is the first one again.
-template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
+template <Arithmetic A, Kind kind, int kDepth>
 class TilePair {
  public:
   TilePair(const Product& p, int64_t column)
@@ -120,12 +41,11 @@ class TilePair {
         sources_{{p.w, column, 0, groups_}, {p.w, column + beside_ * kLanes, beside_, groups_}} {}
 
  protected:
-  using Source = TileSource<A, kind, kDepth, kScaled>;
+  using Source = TileSource<A, kind, kDepth>;
   using Slices = typename Source::Slices;
   using Vector = TileSums<A>;
   static constexpr int kRuns = Slices::kRuns;
-  static constexpr bool kSegments = kind <= Kind::kInt8 && !kScaled;
-  static constexpr int kTotals = kSegments ? 1 : kRuns;  // whose sum is an output
+  static constexpr bool kSegments = kind <= Kind::kInt8;
 
   const Product& p_;
   const Slices slices_;
@@ -137,11 +57,11 @@ class TilePair {
 
 // Multiplies one portion. Tile 2 · run + vector holds sums. While a slice is multiplied, the next
 // one is decoded, a share after every product.
-template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
-class TileStream : TilePair<A, kind, kDepth, kScaled> {
-  using Pair = TilePair<A, kind, kDepth, kScaled>;
-  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::slices_, Pair::column_,
-      Pair::beside_, Pair::groups_, Pair::sources_;
+template <Arithmetic A, Kind kind, int kDepth>
+class TileStream : TilePair<A, kind, kDepth> {
+  using Pair = TilePair<A, kind, kDepth>;
+  using Pair::kRuns, Pair::kSegments, Pair::p_, Pair::slices_, Pair::column_, Pair::beside_,
+      Pair::groups_, Pair::sources_;
   using typename Pair::Vector, typename Pair::Slices;
 
  public:
@@ -164,11 +84,10 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
       }
     }
     if constexpr (!kSegments) {
-      store<0>(totals_[0][0], totals_[0][kRuns - 1]);
-      store<1>(totals_[1][0], totals_[1][kRuns - 1]);
+      store_tile<0>(totals_[0], kBytes), store_tile<1>(totals_[1], kBytes);
     }
     for (int v = 0; v <= beside_; ++v) {
-      write_portion<kTotals>(p_, m, column_ + v * kLanes, 0, totals_[v], y);
+      write_portion(p_, m, column_ + v * kLanes, 0, totals_[v], y);
     }
   }
 
@@ -210,10 +129,10 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
   SPECJAX_INLINE void add_run(const uint32_t* x, const Word* left, const Word* right,
                               int64_t next) {
     load_tile<4>(x, 4 * kDepth), load_tile<6>(left, kBytes);
-    add_product<A, 2 * run, 4, 6>();
+    add_product<A, 2 * run, 4, 6, kUnsigned<kind>>();
     read(next, kSideBySide * run);
     load_tile<7>(right, kBytes);
-    add_product<A, 2 * run + 1, 4, 7>();
+    add_product<A, 2 * run + 1, 4, 7, kUnsigned<kind>>();
     read(next, kSideBySide * run + 1);
   }
 
@@ -231,23 +150,25 @@ class TileStream : TilePair<A, kind, kDepth, kScaled> {
   SPECJAX_INLINE void end_segments(int group_vector, const Place* places) {
     Vector* const sums[2] = {sums_[0], sums_[kRuns - 1]};
     store<v>(sums[0], sums[1]);
-    add_segments<A, kind, kRuns>(p_, groups_, group_vector, places, 0, sums, totals_[v][0]);
+    by_points(p_.w, [&](auto points) SPECJAX_LAMBDA {
+      add_segments<A, kind, points, kRuns>(p_, groups_, group_vector, places, 0, sums, totals_[v]);
+    });
   }
 
   const Word* weights_[2][kSideBySide];
   alignas(64) Word buffers_[2][kSideBySide][kRuns * kDepth];
   alignas(64) Vector sums_[kRuns][kTileRows];
-  alignas(64) Float totals_[kSideBySide][kTotals][kTileRows] = {};
+  alignas(64) Float totals_[kSideBySide][kTileRows] = {};
 };
 
 // Multiplies several portions. A chunk is decoded for all of them, and multiplied by two portions
 // at a time. Tile 2 · portion + vector holds sums. The high and the low bytes of integers of 16
 // bits are two portions, whose sums become one.
-template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
-class TileChunks : TilePair<A, kind, kDepth, kScaled> {
-  using Pair = TilePair<A, kind, kDepth, kScaled>;
-  using Pair::kRuns, Pair::kSegments, Pair::kTotals, Pair::p_, Pair::slices_, Pair::column_,
-      Pair::beside_, Pair::groups_, Pair::sources_;
+template <Arithmetic A, Kind kind, int kDepth>
+class TileChunks : TilePair<A, kind, kDepth> {
+  using Pair = TilePair<A, kind, kDepth>;
+  using Pair::kRuns, Pair::kSegments, Pair::p_, Pair::slices_, Pair::column_, Pair::beside_,
+      Pair::groups_, Pair::sources_;
   using typename Pair::Vector, typename Pair::Slices, typename Pair::Source;
 
  public:
@@ -272,7 +193,7 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
     if constexpr (kSegments) finish();
     for (int v = 0; v <= beside_; ++v) {
       for (int64_t i = 0; i < portions / kPlanes; ++i) {
-        write_portion<kTotals>(p_, m, column_ + v * kLanes, first / kPlanes + i, totals_[v][i], y);
+        write_portion(p_, m, column_ + v * kLanes, first / kPlanes + i, totals_[v][i], y);
       }
     }
   }
@@ -307,64 +228,66 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
                           int64_t portion, int64_t i) {
     const Word* left = weights_[0] + run * kChunkWords + s * kDepth;
     const Word* right = weights_[1] + run * kChunkWords + s * kDepth;
-    begin(run, i);
+    begin(i);
     for (int64_t slice = 0; slice < length; ++slice) {
       load_tile<4>(x, 4 * kDepth), load_tile<6>(left, kBytes);
-      add_product<A, 0, 4, 6>();
+      add_product<A, 0, 4, 6, kUnsigned<kind>>();
       if (i == 0) ask(chunk, s + slice, run);
       load_tile<7>(right, kBytes);
-      add_product<A, 1, 4, 7>();
+      add_product<A, 1, 4, 7, kUnsigned<kind>>();
       load_tile<5>(x + p_.how.portion * kDepth, 4 * kDepth);
-      add_product<A, 2, 5, 6>(), add_product<A, 3, 5, 7>();
+      add_product<A, 2, 5, 6, kUnsigned<kind>>(), add_product<A, 3, 5, 7, kUnsigned<kind>>();
       x += slices_.words, left += kDepth, right += kDepth;
     }
     end(2 * chunk * kRun<A> + s * Slices::kInputs + run * kPlane, run, portion, i);
   }
 
-  SPECJAX_INLINE void begin(int run, int64_t i) {
+  SPECJAX_INLINE void begin(int64_t i) {
     if constexpr (kSegments) {
       zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
     } else {
-      load_tile<0>(totals_[0][i][run], kBytes), load_tile<1>(totals_[1][i][run], kBytes);
-      load_tile<2>(totals_[0][i + 1][run], kBytes), load_tile<3>(totals_[1][i + 1][run], kBytes);
+      load_tile<0>(totals_[0][i], kBytes), load_tile<1>(totals_[1][i], kBytes);
+      load_tile<2>(totals_[0][i + 1], kBytes), load_tile<3>(totals_[1][i + 1], kBytes);
     }
   }
 
   SPECJAX_INLINE void end(int64_t start, int run, int64_t portion, int64_t i) {
     if constexpr (!kSegments) {
-      store_tile<0>(totals_[0][i][run], kBytes), store_tile<1>(totals_[1][i][run], kBytes);
-      store_tile<2>(totals_[0][i + 1][run], kBytes), store_tile<3>(totals_[1][i + 1][run], kBytes);
+      store_tile<0>(totals_[0][i], kBytes), store_tile<1>(totals_[1][i], kBytes);
+      store_tile<2>(totals_[0][i + 1], kBytes), store_tile<3>(totals_[1][i + 1], kBytes);
       return;
     }
-    // Tile products take long: meanwhile, the segment before is added.
-    Vector(*sums)[kTileRows] = sums_[turn_];
+    Vector(*sums)[kTileRows] = sums_[turn_][run];
     store_tile<0>(sums[0], kBytes), store_tile<1>(sums[1], kBytes);
     store_tile<2>(sums[2], kBytes), store_tile<3>(sums[3], kBytes);
-    finish();
-    stored_ = {Place::of<A>(p_, start), portion, i};
+    if (run < kRuns - 1) return;
+    finish();  // tile products take long: meanwhile, the segments before are added
+    const Place last = Place::of<A>(p_, start);
+    stored_ = {{kRuns == 2 ? Place::of<A>(p_, start - kPlane) : last, last}, portion, i};
     turn_ ^= 1;
   }
 
-  // Adds the segment whose sums are stored.
+  // Adds the segments whose sums are stored, those of both runs.
   SPECJAX_INLINE void finish() {
     if (stored_.portion < 0) return;
     SPECJAX_UNROLL for (int each = 0; each < 2 / kPlanes; ++each) {
       const int64_t portion = stored_.portion / kPlanes + each, i = stored_.i / kPlanes + each;
-      add_sums(sums_[turn_ ^ 1] + each * kSideBySide, stored_.place, portion, i);
+      for (int v = 0; v < kSideBySide; ++v) add_sums(each, v, portion, i);
     }
   }
 
-  SPECJAX_INLINE void add_sums(Vector (*of_vectors)[kTileRows], const Place& place, int64_t portion,
-                               int64_t i) {
-    for (int v = 0; v < kSideBySide; ++v) {
-      Vector* const sums = of_vectors[v];
-      add_segments<A, kind, 1>(p_, groups_, v & beside_, &place, portion * p_.how.portion, &sums,
-                               totals_[v][i][0]);
-    }
+  SPECJAX_INLINE void add_sums(int each, int v, int64_t portion, int64_t i) {
+    Vector(*of_runs)[4][kTileRows] = sums_[turn_ ^ 1];
+    const int tile = each * kSideBySide + v;
+    const Vector* const sums[2] = {of_runs[0][tile], of_runs[kRuns - 1][tile]};
+    by_points(p_.w, [&](auto points) SPECJAX_LAMBDA {
+      add_segments<A, kind, points, kRuns>(p_, groups_, v & beside_, stored_.places,
+                                           portion * p_.how.portion, sums, totals_[v][i]);
+    });
   }
 
   struct Stored {
-    Place place;
+    Place places[2];
     int64_t portion, i;
   };
 
@@ -372,11 +295,11 @@ class TileChunks : TilePair<A, kind, kDepth, kScaled> {
   Stored stored_{{}, -1, 0};
   int turn_ = 0;  // whose sums are stored next
   alignas(64) Word buffers_[kSideBySide][kRuns * kChunkWords];
-  alignas(64) Vector sums_[2][4][kTileRows];
-  alignas(64) Float totals_[kSideBySide][kPortionsPerPass][kTotals][kTileRows] = {};
+  alignas(64) Vector sums_[2][kRuns][4][kTileRows];
+  alignas(64) Float totals_[kSideBySide][kPortionsPerPass][kTileRows] = {};
 };
 
-template <Arithmetic A, Kind kind, int kDepth = kTileWords, bool kScaled = false>
+template <Arithmetic A, Kind kind, int kDepth = kTileWords>
 inline void multiply_by_tiles(const Product& p, int64_t m, int64_t first_column, float* y) {
   const TileShapes shapes(p.how.portion, kDepth);
   constexpr int kPlanes = kWordsOfX<A>;
@@ -384,13 +307,13 @@ inline void multiply_by_tiles(const Product& p, int64_t m, int64_t first_column,
   const int64_t end = first_column + kColumns < p.w.n ? first_column + kColumns : p.w.n;
   for (int64_t column = first_column; column < end; column += kSideBySide * kLanes) {
     if (portions == 1) {
-      TileStream<A, kind, kDepth, kScaled>(p, column).multiply(m, y);
+      TileStream<A, kind, kDepth>(p, column).multiply(m, y);
       continue;
     }
     constexpr int64_t kMost = kPortionsPerPass * kPlanes;
     for (int64_t first = 0; first < portions; first += kMost) {
       const int64_t left = portions - first, count = left < kMost ? left : kMost;
-      TileChunks<A, kind, kDepth, kScaled>(p, column).multiply(m, first, count, y);
+      TileChunks<A, kind, kDepth>(p, column).multiply(m, first, count, y);
     }
   }
 }

@@ -1,8 +1,7 @@
 // Reads a weight for tiles, a slice of one vector of outputs at a time: kDepth words of every run.
 //
 // Interleaved weights of 8 or 16 bits are loaded as they are stored. 4-bit codes are decoded to
-// signed bytes or bfloat16, and both planes of an 8-bit weight to signed bytes. MXFP4 in bfloat16
-// is also scaled, by a subtraction from the exponents, where all scales allow it.
+// bytes or bfloat16, and both planes of an 8-bit weight to signed bytes.
 #pragma once
 
 #include "matmul/product.h"
@@ -10,41 +9,16 @@
 
 namespace specjax::SPECJAX_ISA {
 
-// int4 codes become signed bytes in the upper halves of bytes: 16 times the integers.
+// Whether tiles multiply integers that count from the smallest one: unsigned bytes.
 template <Kind kind>
-inline constexpr int kShift = kind == Kind::kInt4 ? 4 : 0;
+inline constexpr bool kUnsigned = kind == Kind::kInt4;
 
-// The part of the offset that integers of tiles keep: signed bytes cannot hold those of two planes.
+// What the integers of tiles are less than those that count from the smallest one. Signed bytes
+// cannot hold the whole offset of two planes.
 template <Kind kind>
-inline constexpr int kLeft = kind == Kind::kNestedInt8 ? 8 : 0;
-
-// The codes of scales between which all values of MXFP4 but zero are normal bfloat16.
-inline constexpr uint8_t kFirstScale = 2, kLastScale = 252;
-
-// The values of MXFP4 under the last of these scales, twice. For a smaller scale, the difference is
-// subtracted from the exponents. The subtraction saturates, so that zeros stay zeros.
-alignas(64) inline constexpr uint16_t kLargestMxfp4[2 * kLanes] = {
-    0,      0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40, 0,      0xFD80, 0xFE00,
-    0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40, 0,      0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0,
-    0x7F00, 0x7F40, 0,      0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
-
-// Whether all scales of the panel from `column` on are between these.
-inline bool scales_are_exponents(const Weight& w, int64_t column) {
-  const auto* scales = static_cast<const uint8_t*>(w.scales);
-  const int64_t rows = w.n - column < kColumns ? w.n - column : kColumns;
-  const int64_t whole = w.interleaved ? rows / kTileRows * kTileRows : rows;
-  uint8_t least = kFirstScale, most = kLastScale;
-  const auto look = [&](int64_t first, int64_t count) {
-    for (int64_t i = first; i < first + count; ++i) {
-      least = scales[i] < least ? scales[i] : least, most = scales[i] > most ? scales[i] : most;
-    }
-  };
-  look(column * w.groups, whole * w.groups);
-  for (int64_t group = 0; group < w.groups && whole < rows; ++group) {
-    look((column + whole) * w.groups + group * kTileRows, rows - whole);
-  }
-  return least == kFirstScale && most == kLastScale;
-}
+inline constexpr int kTaken = kUnsigned<kind>             ? 0
+                              : kind == Kind::kNestedInt8 ? offset(kind) - 8
+                                                          : offset(kind);
 
 alignas(16) inline constexpr int8_t kMxfp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                                         0, -1, -2, -3, -4, -6, -8, -12};
@@ -71,9 +45,8 @@ struct TileSlices {
   const int64_t words, run_words, chunk_words, chunks, per_segment;
 };
 
-// Reads one vector of outputs from `column` on: vector `vector` of `groups`. kScaled: values are
-// scaled as they are read.
-template <Arithmetic A, Kind kind, int kDepth, bool kScaled>
+// Reads one vector of outputs from `column` on.
+template <Arithmetic A, Kind kind, int kDepth>
 class TileSource {
  public:
   using Slices = TileSlices<A, kind, kDepth>;
@@ -86,7 +59,9 @@ class TileSource {
         length_(w.row_bytes * kTileRows),
         vector_(vector),
         groups_(groups) {
-    if constexpr (kScaled) decoder_.table = load<Word>(kLargestMxfp4);
+    if constexpr (A == Arithmetic::kBfloat16 && kind == Kind::kInt4) {
+      if (w.minima != nullptr) decoder_.table = value_table<A, kind>(0);
+    }
     if constexpr (kind == Kind::kBfloat12) escapes_ = Escapes(w, column);
   }
 
@@ -100,9 +75,6 @@ class TileSource {
   // words apart.
   template <int kCount, int kRunWords>
   SPECJAX_INLINE void read(int64_t slice, int first, Word* to) {
-    if constexpr (kScaled) {
-      if (first == 0) read_exponents(slice);
-    }
     if constexpr (kind == Kind::kBfloat12) {
       constexpr int kInputs = Slices::kInputs;
       return decode_blocks<false>(w_, column_, slice * kInputs, kInputs, escapes_, to, 1);
@@ -168,18 +140,6 @@ class TileSource {
     return reinterpret_cast<const uint8_t*>(square.words + line % kLanes);
   }
 
-  // Reads the scales of slice `slice`, which is one group of every run.
-  SPECJAX_INLINE void read_exponents(int64_t slice) {
-    static_assert(!kScaled || Slices::kInputs == kSmallestGroup);
-    constexpr int kPerPlane = kPlane / kSmallestGroup;
-    SPECJAX_UNROLL for (int run = 0; run < kRuns; ++run) {
-      const int64_t group = slice + slice / kPerPlane * kPerPlane + run * kPerPlane;
-      const Word half = (Word)groups_.read(vector_, group).scale >> 16;  // 2^(code - 128)
-      const Word less = (uint32_t{kLastScale - 1} << 7) - half;
-      less_[run] = less | less << 16;
-    }
-  }
-
   template <int kRunWords>
   SPECJAX_INLINE void decode(const Decoder<A, kind>& decoder, Word codes, int i, Word* to) const {
     if constexpr (kRuns == 1) {
@@ -188,15 +148,13 @@ class TileSource {
       constexpr int kWords = Decoder<A, kind>::kWords;
       SPECJAX_UNROLL for (int word = 0; word < kWords * kRuns; ++word) {
         const int run = word % kRuns;
-        Word value = decoder.word(run, word / kRuns, codes);
-        if constexpr (kScaled) {
-          value = (Word)_mm512_subs_epu16((__m512i)value, (__m512i)less_[run]);
-        }
+        const Word value = decoder.word(run, word / kRuns, codes);
         to[run * kRunWords + kWords * i + word / kRuns] = value;
       }
     } else if constexpr (kind == Kind::kInt4) {
-      to[i] = codes << 4 & 0xF0F0F0F0u;
-      to[kRunWords + i] = codes & 0xF0F0F0F0u;
+      const Word bytes = codes ^ 0x88888888u;
+      to[i] = bytes & 0x0F0F0F0Fu;
+      to[kRunWords + i] = bytes >> 4 & 0x0F0F0F0Fu;
     } else {
       const auto* table = reinterpret_cast<const uint8_t*>(kMxfp4Values);
       to[i] = lookup(codes & 0x0F0F0F0Fu, table);
@@ -212,7 +170,6 @@ class TileSource {
   Groups& groups_;
   Decoder<A, kind> decoder_;
   Escapes escapes_;
-  Word less_[kRuns];  // what the scales subtract from the exponents of both halves of a word
   Square data_, rest_;
 };
 

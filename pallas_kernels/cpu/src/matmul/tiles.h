@@ -68,10 +68,13 @@ SPECJAX_INLINE void store_tile(void* rows, int64_t stride) {
                    : "memory");
 }
 
-// Tile `sums` += tile `x` · tile `weights`: of signed bytes, or of pairs of bfloat16.
-template <Arithmetic A, int sums, int x, int weights>
+// Tile `sums` += tile `x` · tile `weights`: of signed bytes, of signed and unsigned ones, or of
+// pairs of bfloat16.
+template <Arithmetic A, int sums, int x, int weights, bool is_unsigned = false>
 SPECJAX_INLINE void add_product() {
-  if constexpr (is_integer(A)) {
+  if constexpr (is_integer(A) && is_unsigned) {
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
+  } else if constexpr (is_integer(A)) {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
   } else {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(x), "i"(weights));
