@@ -68,6 +68,12 @@ def _int4(rng: np.random.Generator, n: int, k: int) -> Int4Weight:
     return Int4Weight(_bytes(rng, n, k // 2), _scales(rng, n, k // 128), k)
 
 
+def _q4_1(rng: np.random.Generator, n: int, k: int) -> Int4Weight:
+    """As in GGUF files: groups of 32 with minima."""
+    scales, minima = (_scales(rng, n, k // 32) for _ in range(2))
+    return Int4Weight(_bytes(rng, n, k // 2), scales, k, 32, minima=minima)
+
+
 def _mxfp4(rng: np.random.Generator, n: int, k: int) -> Mxfp4Weight:
     exponents = jnp.asarray(rng.integers(118, 124, (n, k // 32), dtype=np.uint8))
     return Mxfp4Weight(_bytes(rng, n, k // 2), exponents, k)
@@ -100,6 +106,8 @@ def kernels() -> dict[str, Kernel]:
         "w4a16": Kernel(_int4, "a16", wide),
         "w4a8": Kernel(_int4, "a8", "integer"),
         "w4a4": Kernel(_int4, "a4", "integer"),
+        "q4_1a16": Kernel(_q4_1, "a16", wide),
+        "q4_1a8": Kernel(_q4_1, "a8", "integer"),
         "mxfp4a16": Kernel(_mxfp4, "a16", wide),
         "mxfp4a8": Kernel(_mxfp4, "a8", "integer"),
         "w8a8": Kernel(_int8, "a8", "integer"),

@@ -73,6 +73,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 FUSED = [name for name in instruction_sets() if name != "portable"]  # they round a · b + c once
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 formats = pytest.mark.parametrize("name", FORMATS)
+FLOATS = "reference", "avx512_bf16"  # in which codes of 4 bits meet bfloat16 as floats
 ROWS = [random_rows(m, 300) for m in (1, 9, 40)]
 some_formats = pytest.mark.parametrize("name", representatives(FORMATS, *SOME))
 
@@ -115,12 +116,7 @@ def reads_integers(implementation: str, weight: Weight, x: jax.Array | np.ndarra
         return False
     if isinstance(weight, Int8Weight | NestedInt8Weight):
         return True
-    return implementation not in floats_of("mxfp4" if isinstance(weight, Mxfp4Weight) else "int4")
-
-
-def floats_of(name: str) -> tuple[str, ...]:
-    """The implementations in which codes of 4 bits meet x as floats."""
-    return ("reference", "avx512_bf16", *(("avx512_amx",) if name == "mxfp4" else ()))
+    return implementation not in FLOATS
 
 
 def represented(
@@ -335,8 +331,8 @@ class TestCpu:
 
     @pytest.mark.parametrize("name", ["int4-64", "int4-32-zeros", "int4-32-minima", "mxfp4"])
     def test_codes_that_are_multiplied_as_integers_have_the_same_bits(self, name: str) -> None:
-        # The same bits on every such processor, and of integers by tiles.
-        sets = [each for each in FUSED if each not in floats_of(name)]
+        # The same bits on every such processor, and by tiles of integers and of bfloat16.
+        sets = [each for each in FUSED if each not in FLOATS]
         weight = random_weight(name, 70, 300)
         for stored in (weight, interleave(weight)):
             expected = runs(sets[-1], ROWS, stored, ("a16",))

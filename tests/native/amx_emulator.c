@@ -111,14 +111,15 @@ static int shapes_fit(int sums, int left, int right) {
          shapes.bytes[left] == 4 * shapes.rows[right] && shapes.bytes[sums] % 4 == 0;
 }
 
-// TDPBSSD: signed bytes by signed ones.
-static void multiply_integers(int sums, int left, int right) {
+// TDPBSSD and TDPBSUD: signed bytes by signed ones, or by unsigned ones.
+static void multiply_integers(int sums, int left, int right, int is_unsigned) {
   for (int m = 0; m < shapes.rows[sums]; ++m) {
     for (int n = 0; n < shapes.bytes[sums] / 4; ++n) {
       uint32_t sum;
       memcpy(&sum, &tiles[sums][m][4 * n], 4);
       for (int k = 0; k < shapes.bytes[left]; ++k) {
-        sum += (uint32_t)((int8_t)tiles[left][m][k] * (int8_t)tiles[right][k / 4][4 * n + k % 4]);
+        const uint8_t byte = tiles[right][k / 4][4 * n + k % 4];
+        sum += (uint32_t)((int8_t)tiles[left][m][k] * (is_unsigned ? byte : (int8_t)byte));
       }
       memcpy(&tiles[sums][m][4 * n], &sum, 4);
     }
@@ -166,8 +167,9 @@ static int execute(const Instruction* i) {
     case 0x4B << 8 | kF3 << 4:  // TILESTORED
       return copy(i, 1);
     case 0x5E << 8 | kF2 << 4 | 1:  // TDPBSSD
+    case 0x5E << 8 | kF3 << 4 | 1:  // TDPBSUD
       if (!shapes_fit(i->reg, i->rm, i->operand)) return 0;
-      multiply_integers(i->reg, i->rm, i->operand);
+      multiply_integers(i->reg, i->rm, i->operand, i->prefix == kF3);
       ++integer_products;
       return 1;
     case 0x5C << 8 | kF3 << 4 | 1:  // TDPBF16PS
