@@ -131,7 +131,7 @@ struct Preparation {
   int64_t rows;        // M; for tiles, rounded up to whole portions
   int64_t portion;     // rows of one portion; for panels 0
   int64_t depth;       // words of a row in one slice, a power of two; for panels 0
-  int64_t columns;     // outputs that a thread multiplies at a time
+  int64_t columns;     // outputs of a share, which a thread multiplies at a time
 
   bool operator==(const Preparation& other) const = default;
 };

@@ -30,6 +30,18 @@ void prepare(Team& team, const Kernels& kernels, const Preparation& how, const I
   });
 }
 
+// Tiles read x from farther caches once per share where it has many rows. Shares are then as wide
+// as leaves enough of them to every thread.
+void widen(WeightProduct& product, int64_t threads) {
+  constexpr int64_t kManyRows = 64, kMostTimes = 4, kShares = 8;
+  Preparation& how = product.how;
+  if (how.way != Way::kTiles || how.rows <= kManyRows) return;
+  const int64_t widest = kMostTimes * how.columns;
+  while (how.columns < widest && product.weight.n >= 2 * how.columns * kShares * threads) {
+    how.columns *= 2;
+  }
+}
+
 }  // namespace
 
 void multiply(Team& team, const Kernels& kernels, const Input& x,
@@ -37,11 +49,8 @@ void multiply(Team& team, const Kernels& kernels, const Input& x,
   thread_local std::vector<Memory> kept;
   if (kept.size() < products.size()) kept.resize(products.size());
   std::vector<CallMemory> memories(kept.begin(), kept.begin() + products.size());
-  int64_t shares = 0;
   for (size_t i = 0; i < products.size(); ++i) {
     WeightProduct& product = products[i];
-    product.first = shares;
-    shares += (product.weight.n + product.how.columns - 1) / product.how.columns;
     const auto same = std::find_if(products.begin(), products.begin() + i,
                                    [&](const WeightProduct& p) { return p.how == product.how; });
     if (same != products.begin() + i) {
@@ -50,6 +59,12 @@ void multiply(Team& team, const Kernels& kernels, const Input& x,
       product.x = reserve(memories[i], product.how);
       prepare(team, kernels, product.how, x, product.x);
     }
+  }
+  int64_t shares = 0;
+  for (WeightProduct& product : products) {
+    widen(product, team.threads());
+    product.first = shares;
+    shares += (product.weight.n + product.how.columns - 1) / product.how.columns;
   }
   team.for_each(shares, [&](int64_t share) {
     const WeightProduct& p =

@@ -184,6 +184,7 @@ class TileChunks : TilePair<A, kind, kDepth> {
       read(chunk);
       for (int64_t i = 0; i < portions; i += 2) {
         for (int64_t s = 0; s < kPerChunk; s += length) {
+          if (2 * chunk * kRun<A> + s * Slices::kInputs >= p_.how.k) break;  // padding
           const uint32_t* from = x + i / 2 * pair_words + s * slices_.words;
           add(from, chunk, s, length, 0, first + i, i);
           if (kRuns == 2) add(from + slices_.run_words, chunk, s, length, 1, first + i, i);
@@ -304,16 +305,16 @@ inline void multiply_by_tiles(const Product& p, int64_t m, int64_t first_column,
   const TileShapes shapes(p.how.portion, kDepth);
   constexpr int kPlanes = kWordsOfX<A>;
   const int64_t portions = p.how.rows / p.how.portion * kPlanes;
-  const int64_t end = first_column + kColumns < p.w.n ? first_column + kColumns : p.w.n;
-  for (int64_t column = first_column; column < end; column += kSideBySide * kLanes) {
-    if (portions == 1) {
-      TileStream<A, kind, kDepth>(p, column).multiply(m, y);
-      continue;
-    }
-    constexpr int64_t kMost = kPortionsPerPass * kPlanes;
-    for (int64_t first = 0; first < portions; first += kMost) {
-      const int64_t left = portions - first, count = left < kMost ? left : kMost;
-      TileChunks<A, kind, kDepth>(p, column).multiply(m, first, count, y);
+  const int64_t past = first_column + p.how.columns, end = past < p.w.n ? past : p.w.n;
+  constexpr int64_t kMost = kPortionsPerPass * kPlanes, kStep = kSideBySide * kLanes;
+  for (int64_t first = 0; first < portions; first += kMost) {  // x of these rows stays in the cache
+    const int64_t left = portions - first, count = left < kMost ? left : kMost;
+    for (int64_t column = first_column; column < end; column += kStep) {
+      if (portions == 1) {
+        TileStream<A, kind, kDepth>(p, column).multiply(m, y);
+      } else {
+        TileChunks<A, kind, kDepth>(p, column).multiply(m, first, count, y);
+      }
     }
   }
 }
