@@ -29,7 +29,8 @@ struct SumsOfX {
     if constexpr (!kOffsets && !kMinima) return;
     const __mmask16 own = static_cast<__mmask16>((1u << rows) - 1);
     const Int x = (Int)_mm512_maskz_loadu_epi32(own, sums);
-    if constexpr (kOffsets) store(offsets, x * kOffset);
+    // Rows that fill the portion up have sums that nothing wrote: unsigned integers may wrap.
+    if constexpr (kOffsets) store(offsets, (Word)x * static_cast<uint32_t>(kOffset));
     if constexpr (!kMinima) return;
     const Float value = to_float(x), scale = (Float)_mm512_maskz_loadu_ps(own, x_scales);
     store(values, A == Arithmetic::kInteger16 ? value * scale : value);
@@ -44,7 +45,6 @@ template <Arithmetic A, Kind kind, Points points>
 SPECJAX_INLINE Float add_integers(const Group& group, Word sum,
                                   const SumsOfX<A, kind, points>& of_x, const uint32_t* x_sums,
                                   const float* x_scales, int64_t r, Float y) {
-  // Rows that fill the portion up have sums that nothing wrote: unsigned integers may wrap around.
   if constexpr (points == Points::kZeros) {
     sum -= (Word)(group.zeros - kTaken<kind>)*splat(x_sums[r]);
   } else if constexpr (of_x.kOffsets) {
