@@ -69,9 +69,8 @@ inline constexpr int64_t kFewerThanTiles = 4, kFewerThanTiles16 = 3;
 // Products of bfloat16 then have the sums of integers, in any order, and need no conversion. Codes
 // count from the smallest one where there are minima.
 inline bool sums_fit_in_float32(const Weight& w) {
-  const bool int4 = w.kind == Kind::kInt4, mxfp4 = w.kind == Kind::kMxfp4;
-  const int most = mxfp4 ? 12 : w.minima != nullptr ? 15 : 8;
-  return (int4 || mxfp4) && most * kLevels16 * w.group_size < 1 << 24;
+  const int most = w.kind == Kind::kMxfp4 ? 12 : w.minima != nullptr ? 15 : 8;
+  return has_4_bits(w.kind) && most * kLevels16 * w.group_size < 1 << 24;
 }
 
 inline Preparation preparation_for_tiles(const Weight& w, const Input& x, int levels) {

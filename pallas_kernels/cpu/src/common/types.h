@@ -58,6 +58,8 @@ enum class Kind : int64_t {
 // Whether the low and the high nibbles of a weight's bytes belong to inputs that are a plane apart.
 constexpr bool in_nibbles(Kind kind) { return kind <= Kind::kNestedInt8; }
 
+constexpr bool has_4_bits(Kind kind) { return kind == Kind::kInt4 || kind == Kind::kMxfp4; }
+
 enum class Scale : int64_t { kBfloat16, kFloat16, kFloat32, kE8m0 };
 
 inline constexpr int64_t kPlane = 128;

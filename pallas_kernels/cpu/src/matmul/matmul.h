@@ -165,9 +165,9 @@ inline void multiply_columns(const Weight& w, const Preparation& how, const Prep
 // Whether vectors multiply codes of 4 bits faster as bfloat16. With tiles, a few rows of integers
 // are faster, and the others have the bits of these (amx.h).
 #if defined(__AMX_INT8__)
-inline constexpr bool kNibblesAsBfloat16 = false;
+inline constexpr bool k4BitsAsBfloat16 = false;
 #else
-inline constexpr bool kNibblesAsBfloat16 = kHasBf16;
+inline constexpr bool k4BitsAsBfloat16 = kHasBf16;
 #endif
 
 inline Preparation preparation(const Weight& w, const Input& x, int levels) {
@@ -176,7 +176,7 @@ inline Preparation preparation(const Weight& w, const Input& x, int levels) {
   how.rows = x.m;
   how.k = x.k;
   how.columns = kColumns;
-  const bool wide = x.bfloat16 && w.quantized() && !(kNibblesAsBfloat16 && w.nibbles());
+  const bool wide = x.bfloat16 && w.quantized() && !(k4BitsAsBfloat16 && has_4_bits(w.kind));
   const bool bfloat16 = kHasBf16 && x.bfloat16 && (w.nibbles() || w.halves());
   how.arithmetic = levels != 0 ? Arithmetic::kInteger
                    : wide      ? Arithmetic::kInteger16
