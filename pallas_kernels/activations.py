@@ -4,8 +4,8 @@ Each scale comes from the values that it scales (QSpec section 4.1, after Atom).
 scale per group of inputs, or a single one if the weight has one scale per channel. Values round to
 nearest, ties to even.
 
-8-bit weights also read bfloat16 activations precisely as integers: those of 16 bits
-(`split_activations`).
+8-bit weights, and on some processors 4-bit ones, also read bfloat16 activations precisely as
+integers: those of 16 bits (`split_activations`).
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ def matmul(
         f32[N, K], alone or `Stacked`; or a tuple of weights, for which x is quantized once.
       activation: "a16" dequantizes the weight and takes x as it is; on CPUs an 8-bit weight reads a
         bfloat16 x as integers of 16 bits (`activations.split_activations`), and so does a 4-bit one
-        where the processor has no products of bfloat16. "a8" and "a4" quantize
-        x per token and group and multiply integers. Outlier columns then take 8 bits, and a
-        weight's `activation_clip` applies to "a4". An unquantized weight accepts only "a16". A
-        nested weight's draft plane serves "a8" and "a4".
+        where the processor has no products of bfloat16, or has tiles. "a8" and "a4" quantize x per
+        token and group and multiply integers. Outlier columns then take 8 bits, and a weight's
+        `activation_clip` applies to "a4". An unquantized weight accepts only "a16". A nested
+        weight's draft plane serves "a8" and "a4".
       implementation: one of `IMPLEMENTATIONS`; None chooses the best for the platform.
 
     Returns:

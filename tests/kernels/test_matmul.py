@@ -74,6 +74,7 @@ FUSED = [name for name in instruction_sets() if name != "portable"]  # they roun
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 formats = pytest.mark.parametrize("name", FORMATS)
 FLOATS = "reference", "avx512_bf16"  # in which codes of 4 bits meet bfloat16 as floats
+INTEGERS = [name for name in FUSED if name not in FLOATS]
 ROWS = [random_rows(m, 300) for m in (1, 9, 40)]
 some_formats = pytest.mark.parametrize("name", representatives(FORMATS, *SOME))
 
@@ -145,6 +146,26 @@ def represented(
         q, scales = quantize_activations(padded, activation, weight.group_size)
     groups = np.asarray(q, np.float64).reshape(m, scales.shape[1], -1)
     return (groups * np.asarray(scales, np.float64)[:, :, None]).reshape(m, -1)[:, :k]
+
+
+def extreme_codes(group_size: int, points: str) -> Weight:
+    """A weight (70, 300) of 4 bits. The first output has the smallest codes, the second the
+    largest, and zeros at the other end."""
+    rng, shape = np.random.default_rng(group_size), (70, -(-300 // group_size))
+    if points == "mxfp4":
+        codes = rng.integers(0, 16, (70, 300), dtype=np.uint8)
+        codes[:2] = np.array([[15], [7]])
+        exponents = rng.integers(110, 140, (70, 10), dtype=np.uint8)
+        return mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(exponents))
+    q = rng.integers(-8, 8, (70, 300))
+    q[:2] = np.array([[-8], [7]])
+    scales = jnp.asarray(rng.uniform(0.01, 1, shape), jnp.float16)
+    zeros = jnp.asarray(rng.integers(-8, 8, shape), jnp.int8).at[:2].set(jnp.array([[7], [-8]]))
+    return int4_from_integers(
+        jnp.asarray(q, jnp.int8), scales, group_size,
+        zeros=zeros if points == "zeros" else None,
+        minima=-2 * scales if points == "minima" else None,
+    )  # fmt: skip
 
 
 def check(implementation: str, x: jax.Array, weight: Weight, *activations: str) -> None:
@@ -329,15 +350,21 @@ class TestCpu:
                 expected = runs(FUSED[-1], ROWS, stored, ("a16",))
                 same(runs(instruction_set, ROWS, stored, ("a16",)), expected)
 
-    @pytest.mark.parametrize("name", ["int4-64", "int4-32-zeros", "int4-32-minima", "mxfp4"])
-    def test_codes_that_are_multiplied_as_integers_have_the_same_bits(self, name: str) -> None:
-        # The same bits on every such processor, and by tiles of integers and of bfloat16.
-        sets = [each for each in FUSED if each not in FLOATS]
-        weight = random_weight(name, 70, 300)
+    @pytest.mark.parametrize("instruction_set", INTEGERS[:-1])
+    @pytest.mark.parametrize("group_size", [32, 64, 128])
+    @pytest.mark.parametrize("points", ["none", "zeros", "minima", "mxfp4"])
+    def test_codes_that_are_multiplied_as_integers_have_the_same_bits(
+        self, instruction_set: str, group_size: int, points: str
+    ) -> None:
+        # By tiles of integers and of bfloat16, too. The first outputs, the first rows and the first
+        # group reach the largest sums that there are.
+        weight, rng = extreme_codes(group_size, points), np.random.default_rng(0)
+        x = np.array(random_rows(70, 300) * 2.0 ** rng.integers(-12, 12, (70, 300)))
+        x[:2, :group_size] = 127 * 256 * np.array([[1], [-1]])
+        rows = [jnp.asarray(x[:m], jnp.bfloat16) for m in (1, 4, 17, 70)]
         for stored in (weight, interleave(weight)):
-            expected = runs(sets[-1], ROWS, stored, ("a16",))
-            for each in sets[:-1]:
-                same(runs(each, ROWS, stored, ("a16",)), expected)
+            expected = runs(INTEGERS[-1], rows, stored, ("a16",))
+            same(runs(instruction_set, rows, stored, ("a16",)), expected)
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_the_number_of_threads_changes_nothing(self, threads: int, tmp_path: Path) -> None:
@@ -345,12 +372,15 @@ class TestCpu:
         code = (
             "import numpy as np; from pallas_kernels.matmul import matmul;"
             "from tests.support.random_weights import random_int4, random_rows;"
-            f"np.save({str(path)!r}, matmul(random_rows(40, 1000), random_int4(700, 1000)))"
+            f"np.save({str(path)!r}, matmul(random_rows(70, 520), random_int4(2100, 520)))"
         )
         environment = os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
         subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-        here = matmul(random_rows(40, 1000), random_int4(700, 1000))
+        x, weight = random_rows(70, 520), random_int4(2100, 520)
+        here = np.asarray(matmul(x, weight))
         np.testing.assert_array_equal(np.load(path), here)
+        few = [matmul(x[first : first + 35], weight) for first in (0, 35)]  # in narrow shares
+        np.testing.assert_array_equal(np.concatenate(few), here)
 
     def test_several_weights_read_one_x(self) -> None:
         # Beside one with outliers, every weight is multiplied alone.

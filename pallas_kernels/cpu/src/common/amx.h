@@ -67,7 +67,8 @@ inline constexpr int64_t kFewerThanTiles = 4, kFewerThanTiles16 = 3;
 
 // Whether float32 holds every sum of a group's products of 4-bit codes and integers of 16 bits.
 // Products of bfloat16 then have the sums of integers, in any order, and need no conversion. Codes
-// count from the smallest one where there are minima.
+// count from the smallest one where there are minima. What zeros take away is added by one fma,
+// which rounds as the conversion of integers does. A sum may overflow where x is 2^119 or more.
 inline bool sums_fit_in_float32(const Weight& w) {
   const int most = w.kind == Kind::kMxfp4 ? 12 : w.minima != nullptr ? 15 : 8;
   return has_4_bits(w.kind) && most * kLevels16 * w.group_size < 1 << 24;

@@ -166,7 +166,7 @@ inline void round_to_integers16(const Preparation& how, int64_t row, float* valu
   }
 }
 
-// Writes values that bfloat16 holds, as `copy_bfloat16` does.
+// Writes values that bfloat16 holds, as `copy_bfloat16` does where it swaps pairs.
 inline void write_bfloat16(const Preparation& how, const float* values, uint32_t* words) {
   uint16_t* halves = reinterpret_cast<uint16_t*>(words);
   for (int64_t i = 0; i < how.inputs; i += 4) {

@@ -134,10 +134,9 @@ SPECJAX_INLINE Float values_of_zero(const Weight& w, const Group& group) {
 }
 
 // y + the sums of a segment whose integers count from the smallest one, and the minima's share.
-SPECJAX_INLINE Float add_from_smallest(const Group& group, Float sums, int32_t x_sum, float x_scale,
+SPECJAX_INLINE Float add_from_smallest(const Group& group, Float sums, Float x_sum, Float x_scale,
                                        Float y) {
-  const Float minima = group.minima * to_float(Int{} + x_sum);
-  return fma(fma(sums, group.scale, minima), splat(x_scale), y);
+  return fma(fma(sums, group.scale, group.minima * x_sum), x_scale, y);
 }
 
 // The integers of a weight count from its zero points, or from the smallest one, whose values are
@@ -180,7 +179,8 @@ SPECJAX_INLINE Float scaled(const Group& group, Float zero, typename Sums<A>::Ve
     return fma(group.minima, splat(static_cast<float>(x.sums[r]) * x.scales[r]), y);
   } else if constexpr (A == Arithmetic::kInteger) {
     if constexpr (points == Points::kMinima) {
-      return add_from_smallest(group, to_float(sum), x.sums[r], x.scales[r], y);
+      const Float x_sum = to_float(Int{} + x.sums[r]);
+      return add_from_smallest(group, to_float(sum), x_sum, splat(x.scales[r]), y);
     } else {
       return fma(to_float(sum - group.zeros * x.sums[r]), group.scale * x.scales[r], y);
     }

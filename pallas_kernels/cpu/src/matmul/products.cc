@@ -11,7 +11,7 @@ constexpr int64_t kSerialInputs = 1 << 13;  // values of x that one thread prepa
 
 Prepared reserve(CallMemory& memory, const Preparation& how) {
   const int64_t count = words_of(how.arithmetic, how.inputs);
-  const int64_t groups = how.group_size == 0 ? 0 : how.inputs / how.group_size;
+  const int64_t groups = is_integer(how.arithmetic) ? how.inputs / how.group_size : 0;
   const int64_t sums = how.sum_size == 0 ? 0 : how.inputs / how.sum_size;
   float* const words = memory.reserve(how.rows * (count + groups + sums));
   float* const scales = words + how.rows * count;
@@ -30,15 +30,16 @@ void prepare(Team& team, const Kernels& kernels, const Preparation& how, const I
   });
 }
 
-// Tiles read x from farther caches once per share where it has many rows. Shares are then as wide
-// as leaves enough of them to every thread.
-void widen(WeightProduct& product, int64_t threads) {
-  constexpr int64_t kManyRows = 64, kMostTimes = 4, kShares = 8;
-  Preparation& how = product.how;
-  if (how.way != Way::kTiles || how.rows <= kManyRows) return;
-  const int64_t widest = kMostTimes * how.columns;
-  while (how.columns < widest && product.weight.n >= 2 * how.columns * kShares * threads) {
-    how.columns *= 2;
+// Tiles read many rows of x from farther caches, once per share. The shares of all products become
+// as much wider as leaves enough of them to every thread.
+void widen(std::vector<WeightProduct>& products, int64_t threads) {
+  constexpr int64_t kManyRows = 64;  // that meet a share together (tile_product.h)
+  constexpr int64_t kMostTimes = 4, kSharesPerThread = 8;
+  int64_t shares = 0, times = 1;
+  for (const WeightProduct& p : products) shares += p.weight.n / p.how.columns;
+  while (times < kMostTimes && shares >= 2 * times * kSharesPerThread * threads) times *= 2;
+  for (WeightProduct& p : products) {
+    if (p.how.way == Way::kTiles && p.how.rows > kManyRows) p.how.columns *= times;
   }
 }
 
@@ -60,9 +61,9 @@ void multiply(Team& team, const Kernels& kernels, const Input& x,
       prepare(team, kernels, product.how, x, product.x);
     }
   }
+  widen(products, team.threads());
   int64_t shares = 0;
   for (WeightProduct& product : products) {
-    widen(product, team.threads());
     product.first = shares;
     shares += (product.weight.n + product.how.columns - 1) / product.how.columns;
   }

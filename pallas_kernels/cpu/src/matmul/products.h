@@ -10,7 +10,7 @@ namespace specjax {
 
 struct WeightProduct {
   Weight weight;
-  Preparation how;
+  Preparation how;    // `multiply` may widen its shares
   float* y;           // [M, N]
   Prepared x = {};    // set by `multiply`
   int64_t first = 0;  // the number of its first share of `how.columns` outputs; set by `multiply`

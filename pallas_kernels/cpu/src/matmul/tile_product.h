@@ -38,7 +38,7 @@ class TilePair {
         column_(column),
         beside_(column + kLanes < p.w.n),
         groups_(p.w, column),
-        sources_{{p.w, column, 0, groups_}, {p.w, column + beside_ * kLanes, beside_, groups_}} {}
+        sources_{{p.w, column}, {p.w, column + beside_ * kLanes}} {}
 
  protected:
   using Source = TileSource<A, kind, kDepth>;
@@ -79,7 +79,9 @@ class TileStream : TilePair<A, kind, kDepth> {
         const int64_t slice = chunk * kPerChunk + s;
         add(x + s * slices_.words, slice, slice < last ? slice + 1 : last);
         if (kSegments && ((s + 1) & (slices_.per_segment - 1)) == 0) {
-          end_segments(2 * chunk * kRun<A> + (s + 1) * Slices::kInputs - p_.template segment<A>());
+          const int64_t end = 2 * chunk * kRun<A> + (s + 1) * Slices::kInputs;
+          const int64_t start = end - p_.template segment<A>();
+          if (start < p_.how.k) end_segments(start);  // the others are padding
         }
       }
     }
@@ -144,8 +146,8 @@ class TileStream : TilePair<A, kind, kDepth> {
     zero();
   }
 
-  // Ends those of one vector. If both ended together, sums and y would lie 4096 bytes apart, and
-  // the processor would mistake one address for the other.
+  // Ends those of one vector. If both vectors ended together, sums and y would lie 4096 bytes
+  // apart, and the processor would mistake one address for the other.
   template <int v>
   SPECJAX_INLINE void end_segments(int group_vector, const Place* places) {
     Vector* const sums[2] = {sums_[0], sums_[kRuns - 1]};
@@ -310,11 +312,13 @@ inline void multiply_by_tiles(const Product& p, int64_t m, int64_t first_column,
   for (int64_t first = 0; first < portions; first += kMost) {  // x of these rows stays in the cache
     const int64_t left = portions - first, count = left < kMost ? left : kMost;
     for (int64_t column = first_column; column < end; column += kStep) {
-      if (portions == 1) {
-        TileStream<A, kind, kDepth>(p, column).multiply(m, y);
-      } else {
-        TileChunks<A, kind, kDepth>(p, column).multiply(m, first, count, y);
+      if constexpr (kPlanes == 1) {
+        if (portions == 1) {
+          TileStream<A, kind, kDepth>(p, column).multiply(m, y);
+          continue;
+        }
       }
+      TileChunks<A, kind, kDepth>(p, column).multiply(m, first, count, y);
     }
   }
 }

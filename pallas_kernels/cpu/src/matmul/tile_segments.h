@@ -1,7 +1,7 @@
 // Adds the sums of tiles to y, a segment of the inputs at a time, scaled by its group's scales.
 //
-// This takes longer than the products of a small group, so what does not differ from output to
-// output is made for all rows of a portion at once.
+// This takes longer than the products of a small group, so what outputs share is made for all rows
+// of a portion at once.
 #pragma once
 
 #include "matmul/tile_source.h"
@@ -20,7 +20,7 @@ inline constexpr int kToLow = kSideBySide * kTileRows;
 // The sums of x of one segment, for all rows of a portion, as its products need them.
 template <Arithmetic A, Kind kind, Points points>
 struct SumsOfX {
-  // What all integers of a segment count from; zeros differ from output to output.
+  // What is still to be taken from every integer; zeros differ from output to output.
   static constexpr int kOffset = (points == Points::kMinima ? 0 : offset(kind)) - kTaken<kind>;
   static constexpr bool kOffsets = points != Points::kZeros && kOffset != 0;
   static constexpr bool kMinima = points == Points::kMinima;
@@ -47,7 +47,7 @@ SPECJAX_INLINE Float add_integers(const Group& group, Word sum,
                                   const float* x_scales, int64_t r, Float y) {
   if constexpr (points == Points::kZeros) {
     sum -= (Word)(group.zeros - kTaken<kind>)*splat(x_sums[r]);
-  } else if constexpr (of_x.kOffsets) {
+  } else if constexpr (SumsOfX<A, kind, points>::kOffsets) {
     sum -= splat(of_x.offsets[r]);
   }
   const Float value = to_float((Int)sum), x_scale = splat(x_scales[r]);
@@ -56,13 +56,13 @@ SPECJAX_INLINE Float add_integers(const Group& group, Word sum,
     if constexpr (points != Points::kMinima) return y;
     return fma(group.minima, splat(of_x.values[r]), y);
   } else if constexpr (points == Points::kMinima) {
-    return fma(fma(value, group.scale, group.minima * splat(of_x.values[r])), x_scale, y);
+    return add_from_smallest(group, value, splat(of_x.values[r]), x_scale, y);
   } else {
     return fma(value, group.scale * x_scale, y);
   }
 }
 
-// The same of bfloat16.
+// The same of bfloat16: as `scaled<Arithmetic::kInteger16>`, bit for bit.
 template <Kind kind, Points points>
 SPECJAX_INLINE Float add_floats(const Group& group, Float sum, const float* x_sums, int64_t r,
                                 Float y) {

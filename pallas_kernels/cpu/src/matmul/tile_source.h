@@ -13,8 +13,8 @@ namespace specjax::SPECJAX_ISA {
 template <Kind kind>
 inline constexpr bool kUnsigned = kind == Kind::kInt4;
 
-// What the integers of tiles are less than those that count from the smallest one. Signed bytes
-// cannot hold the whole offset of two planes.
+// What the decoder takes from integers that count from the smallest one. Signed bytes do not hold
+// those of two planes less their whole offset.
 template <Kind kind>
 inline constexpr int kTaken = kUnsigned<kind>             ? 0
                               : kind == Kind::kNestedInt8 ? offset(kind) - 8
@@ -52,13 +52,11 @@ class TileSource {
   using Slices = TileSlices<A, kind, kDepth>;
   static constexpr int kRuns = Slices::kRuns, kLines = Slices::kLines;
 
-  TileSource(const Weight& w, int64_t column, int vector, Groups& groups)
+  TileSource(const Weight& w, int64_t column)
       : w_(w),
         column_(column),
         from_(w.data + column * w.row_bytes),
-        length_(w.row_bytes * kTileRows),
-        vector_(vector),
-        groups_(groups) {
+        length_(w.row_bytes * kTileRows) {
     if constexpr (A == Arithmetic::kBfloat16 && kind == Kind::kInt4) {
       if (w.minima != nullptr) decoder_.table = value_table<A, kind>(0);
     }
@@ -166,8 +164,6 @@ class TileSource {
   const int64_t column_;
   const uint8_t* const from_;
   const int64_t length_;
-  const int vector_;
-  Groups& groups_;
   Decoder<A, kind> decoder_;
   Escapes escapes_;
   Square data_, rest_;
