@@ -160,7 +160,11 @@ def extreme_codes(group_size: int, points: str) -> Weight:
     q = rng.integers(-8, 8, (70, 300))
     q[:2] = np.array([[-8], [7]])
     scales = jnp.asarray(rng.uniform(0.01, 1, shape), jnp.float16)
-    zeros = jnp.asarray(rng.integers(-8, 8, shape), jnp.int8).at[:2].set(jnp.array([[7], [-8]]))
+    zeros = (
+        jnp.asarray(rng.integers(-8, 8, shape), jnp.int8)
+        .at[:2]
+        .set(jnp.array([[7], [-8]], jnp.int8))
+    )
     return int4_from_integers(
         jnp.asarray(q, jnp.int8), scales, group_size,
         zeros=zeros if points == "zeros" else None,
