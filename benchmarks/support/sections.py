@@ -58,6 +58,8 @@ HEADINGS = {
     "smollm2_serving": "Beside `decode_many`",
     "smollm2_latency_serving": "Plain decoding beside llama.cpp's server",
     "smollm2_auto_latency_serving": "`Auto` beside llama.cpp's server",
+    "products": "Every kernel",
+    "products_groups": "Small groups",
     "schemes": "`tiny-16bit`",
     "smollm2_schemes": "SmolLM2",
     "smollm2_schemes_nested8": "SmolLM2, 8 bits",
@@ -241,11 +243,12 @@ KERNELS = Page(
     "kernels",
     "Matrix products beside the machine's limit, sampling, and programs for GPUs and TPUs.",
     (
-        Section("kernels.products", "products", "Matrix products",
+        Section("kernels.products", "products*", "Matrix products",
                 "Medians over the layers' shapes of several models. The limit is the memory's or "
                 "the arithmetic's rate, whichever binds, from the same run. *takes*: time over "
-                "ours. On a CPU torch's has some microseconds of a call from Python.",
-                section_tables.products),
+                "ours. On a CPU torch's has some microseconds of a call from Python. *q4_1*: "
+                "groups of 32 with minima, as in GGUF files; other 4-bit integers have 128.",
+                section_tables.products, apart=True),
         Section("gpu_check", "gpu_check*", "Kernels on a GPU: numerics and exactness",
                 "Fresh random inputs beside float64; *error of bound*: the worst error as a part "
                 "of what float32 sums may err; rows and tokens alone and in company, bit for bit; "
