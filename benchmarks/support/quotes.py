@@ -122,6 +122,9 @@ def _with_interval(row: dict[str, Any] | None) -> str:
     return f"{middle:.2f}× ({low:.2f} – {high:.2f})"
 
 
+CPUS = {"epyc": "EPYC", "xeon_amx": "Xeon, AMX"}
+
+
 def _never_slower() -> str:
     """`Auto` beside plain decoding: the cells of a machine, batch size and temperature, a line."""
     lines = []
@@ -148,7 +151,6 @@ def _never_slower() -> str:
     return table(lines, list(lines[0]))
 
 
-CPUS = {"epyc": "EPYC", "xeon_amx": "Xeon, AMX"}
 Cells = dict[str, tuple[int, float]]  # batch size and temperature by column
 ON_CPUS: Cells = {
     "batch 1": (1, 0.0),
@@ -184,7 +186,7 @@ def _wide_lines(machine: str, columns: Cells) -> list[dict[str, str]]:
             cell = row["batch"], row.get("temperature") or 0.0
             measured.setdefault(row["drafter"], {}).setdefault(cell, row)
     lines = []
-    for name in sorted(measured, key=lambda name: measured[name][1, 0.0]["speedup"]):
+    for name in sorted(measured, key=lambda name: measured[name][min(measured[name])]["speedup"]):
         drafter, _, model = name.rpartition(", ")
         line = {"model": model, "drafter": "none" if drafter == "plain" else drafter}
         cells = {column: measured[name].get(cell) for column, cell in columns.items()}
@@ -200,15 +202,13 @@ def _long_context() -> str:
         for result in results
         for row in result.rows[:1]
     }
-    first = select(load("epyc/smollm2_long_1").rows)[1:]
+    beside_plain = load("epyc/smollm2_long_1").rows[1:]
     lines = []
-    for drafter in [row["drafter"] for row in sorted(first, key=lambda row: row["speedup"])]:
-        cells = {
-            place: next(iter(select(rows, drafter=drafter)), None)
-            for place, rows in sorted(by_place.items(), reverse=True)
-        }
-        shown = {place: _with_interval(row) for place, row in cells.items()}
-        lines.append({"drafter": drafter} | shown)
+    for row in sorted(beside_plain, key=lambda row: row["speedup"]):
+        line = {"drafter": row["drafter"]}
+        for place, rows in sorted(by_place.items(), reverse=True):
+            line[place] = _with_interval(next(iter(select(rows, drafter=row["drafter"])), None))
+        lines.append(line)
     return table(lines, list(lines[0]))
 
 

@@ -124,17 +124,16 @@ enum class Way { kPanels, kFewRows, kTiles };
 struct Preparation {
   Arithmetic arithmetic;
   Way way;
-  int64_t k;       // inputs of x
-  int64_t inputs;  // those padded with zeros
-  int64_t
-      group_size;    // inputs per scale of integers, or of bfloat16 that is rounded to them; else 0
-  int64_t sum_size;  // inputs per sum of x, or 0 for no sums
-  int levels;        // for kInteger: the largest magnitude
-  bool swap_pairs;   // for bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
-  int64_t rows;      // M; for tiles, rounded up to whole portions
-  int64_t portion;   // rows of one portion; for panels 0
-  int64_t depth;     // words of a row in one slice, a power of two; for panels 0
-  int64_t columns;   // outputs of a share, which a thread multiplies at a time
+  int64_t k;           // inputs of x
+  int64_t inputs;      // those padded with zeros
+  int64_t group_size;  // inputs per scale of integers, or of floats that are rounded to them; or 0
+  int64_t sum_size;    // inputs per sum of x, or 0 for no sums
+  int levels;          // for kInteger: the largest magnitude
+  bool swap_pairs;     // for bfloat16: inputs 4i … 4i + 3 in the order 0, 2, 1, 3
+  int64_t rows;        // M; for tiles, rounded up to whole portions
+  int64_t portion;     // rows of one portion; for panels 0
+  int64_t depth;       // words of a row in one slice, a power of two; for panels 0
+  int64_t columns;     // outputs of a share, which a thread multiplies at a time
 
   bool operator==(const Preparation& other) const = default;
 };
