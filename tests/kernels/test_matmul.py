@@ -150,7 +150,7 @@ def represented(
 
 def extreme_codes(group_size: int, points: str) -> Weight:
     """A weight (70, 300) of 4 bits. The first output has the smallest codes, the second the
-    largest, and zeros at the other end."""
+    largest, and zeros at the other end. In the next twenty both occur beside their neighbours."""
     rng, shape = np.random.default_rng(group_size), (70, -(-300 // group_size))
     if points == "mxfp4":
         codes = rng.integers(0, 16, (70, 300), dtype=np.uint8)
@@ -159,6 +159,8 @@ def extreme_codes(group_size: int, points: str) -> Weight:
         return mxfp4_from_codes(jnp.asarray(codes), jnp.asarray(exponents))
     q = rng.integers(-8, 8, (70, 300))
     q[:2] = np.array([[-8], [7]])
+    q[2:12] = rng.integers(-8, -6, (10, 300))
+    q[12:22] = rng.integers(6, 8, (10, 300))
     scales = jnp.asarray(rng.uniform(0.01, 1, shape), jnp.float16)
     zeros = (
         jnp.asarray(rng.integers(-8, 8, shape), jnp.int8)
@@ -361,10 +363,12 @@ class TestCpu:
         self, instruction_set: str, group_size: int, points: str
     ) -> None:
         # By tiles of integers and of bfloat16, too. The first outputs, the first rows and the first
-        # group reach the largest sums that there are.
+        # group reach the largest sums that there are; others are as large, and odd.
         weight, rng = extreme_codes(group_size, points), np.random.default_rng(0)
         x = np.array(random_rows(70, 300) * 2.0 ** rng.integers(-12, 12, (70, 300)))
         x[:2, :group_size] = 127 * 256 * np.array([[1], [-1]])
+        small = 2 * rng.integers(0, 128, (20, group_size)) + 1
+        x[2:22, :group_size] = np.where(rng.random(small.shape) < 0.5, 127 * 256, small)
         rows = [jnp.asarray(x[:m], jnp.bfloat16) for m in (1, 4, 17, 70)]
         for stored in (weight, interleave(weight)):
             expected = runs(INTEGERS[-1], rows, stored, ("a16",))

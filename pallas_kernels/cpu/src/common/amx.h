@@ -4,8 +4,8 @@
 // Integer sums are exact, so tiles and vectors give the same bits. Vectors multiply a few rows by
 // 4-bit codes: most of that work is decoding, and vectors need not store what they decode. Tiles
 // round sums of bfloat16 products in their own order, so they compute all of them: the bits of a
-// row must not depend on the other rows. INT4 codes therefore meet 16-bit activations as integers,
-// or as bfloat16 that is rounded to these integers, where no sum of a group needs to be rounded.
+// row must not depend on the other rows. Codes of 4 bits therefore meet 16-bit activations as
+// integers, or as bfloat16 that is rounded to these, where no sum of a group needs to be rounded.
 #pragma once
 
 #include "matmul/matmul.h"

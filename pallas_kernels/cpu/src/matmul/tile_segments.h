@@ -20,7 +20,7 @@ inline constexpr int kToLow = kSideBySide * kTileRows;
 // The sums of x of one segment, for all rows of a portion, as its products need them.
 template <Arithmetic A, Kind kind, Points points>
 struct SumsOfX {
-  // What is still to be taken from every integer; zeros differ from output to output.
+  // Every integer is so much too large. Zeros differ from output to output.
   static constexpr int kOffset = (points == Points::kMinima ? 0 : offset(kind)) - kTaken<kind>;
   static constexpr bool kOffsets = points != Points::kZeros && kOffset != 0;
   static constexpr bool kMinima = points == Points::kMinima;

@@ -13,8 +13,8 @@ namespace specjax::SPECJAX_ISA {
 template <Kind kind>
 inline constexpr bool kUnsigned = kind == Kind::kInt4;
 
-// What the decoder takes from integers that count from the smallest one. Signed bytes do not hold
-// those of two planes less their whole offset.
+// The decoder takes so much from integers that count from the smallest one. Signed bytes do not
+// hold those of two planes less their whole offset.
 template <Kind kind>
 inline constexpr int kTaken = kUnsigned<kind>             ? 0
                               : kind == Kind::kNestedInt8 ? offset(kind) - 8
