@@ -56,7 +56,7 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed: without the places of data and result, other files by their bare names."""
+    """The command as typed, without the places of data and result; other files by bare names."""
     spec = sys.modules["__main__"].__spec__
     given = [word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv[1:]]
     words, kept = chain.from_iterable(given), []

@@ -24,7 +24,16 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.support.results import REDUCTIONS, RESULTS, figure, load, load_all, select, value
+from benchmarks.support.results import (
+    REDUCTIONS,
+    RESULTS,
+    Rows,
+    figure,
+    load,
+    load_all,
+    select,
+    value,
+)
 from benchmarks.support.tables import table
 
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -103,9 +112,13 @@ def instruct() -> list[dict[str, Any]]:
         shown = "none" if drafter.startswith("plain") else DRAFTER.sub("", drafter)
         line: dict[str, Any] = {"drafter": shown, "model": HELD[row["target"]]}
         for name, cells in columns.items():
-            line[name] = next(iter(select(cells, drafter=drafter)), None)
+            line[name] = _of_drafter(cells, drafter)
         lines.append(line)
     return lines
+
+
+def _of_drafter(rows: Rows, drafter: str) -> dict[str, Any] | None:
+    return next(iter(select(rows, drafter=drafter)), None)
 
 
 def _instruct() -> str:
@@ -207,7 +220,7 @@ def _long_context() -> str:
     for row in sorted(beside_plain, key=lambda row: row["speedup"]):
         line = {"drafter": row["drafter"]}
         for place, rows in sorted(by_place.items(), reverse=True):
-            line[place] = _with_interval(next(iter(select(rows, drafter=row["drafter"])), None))
+            line[place] = _with_interval(_of_drafter(rows, row["drafter"]))
         lines.append(line)
     return table(lines, list(lines[0]))
 
